@@ -1,0 +1,1 @@
+"""branchreplay: exact shared-prefix gradients for RL post-training. Start reading at replay.py."""

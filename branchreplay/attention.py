@@ -1,0 +1,193 @@
+"""Causal attention over key blocks: a forward/backward pair with log-sum-exp.
+
+Letters: L attention layers, K kv heads, R query rows (branch, position and query
+group folded together), S key slots, h head_dim. Keys and values are head-major,
+so that every product is a 2-D matrix multiply. Loops run over the blocks that
+hold visible keys only (trip counts are traced).
+
+The keys that a segment sees lie in several ranges: the prefix's slots (read-only
+while branches run) and the node's own. Softmax statistics are float32 at least.
+Forward: online softmax (Milakov & Gimelshein 2018, arXiv:1805.02867; FlashAttention,
+arXiv:2205.14135); partial results of devices merge by log-sum-exp.
+"""
+import functools
+from typing import Any
+
+from flax import struct
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from branchreplay import mesh
+
+
+@struct.dataclass
+class KeyRange:
+  """Keys visible to a segment: blocks first..last-1 of layer `layer`."""
+  k: Any  # [L, K, S, h]
+  v: Any  # [L, K, S, h]
+  position: Any  # i32 [S]; FAR where a slot holds nothing
+  branch: Any  # i32 [S], or None: visible to every branch
+  layer: Any  # i32 []
+  first: Any  # i32 []
+  last: Any  # i32 []
+  block: int = struct.field(pytree_node=False)  # keys per block; divides S
+
+
+@struct.dataclass
+class Rows:
+  """What the mask needs to know of the query rows, and how they are blocked."""
+  position: Any  # i32 [R]
+  branch: Any  # i32 [R]
+  window: int | None = struct.field(pytree_node=False)  # positions seen, own included
+  block: int = struct.field(pytree_node=False)  # rows per block; divides R
+
+
+def at_least_f32(dtype):
+  return jnp.promote_types(dtype, jnp.float32)
+
+
+def largest_divisor(n: int, limit: int) -> int:
+  """The largest divisor of n that is at most `limit`."""
+  return next(d for d in range(min(n, limit), 0, -1) if n % d == 0)
+
+
+def _dot(a, b, contract):
+  return lax.dot_general(a, b, ((contract[:1], contract[1:]), ((), ())),
+                         preferred_element_type=at_least_f32(a.dtype))
+
+
+def _index(*starts):
+  return tuple(jnp.asarray(s, jnp.int32) for s in starts)
+
+
+def _block(x, layer, head, start, size):
+  return lax.dynamic_slice(x, _index(layer, head, start, 0), (1, 1, size, x.shape[3]))[0, 0]
+
+
+def _add_block(x, update, layer, head, start):
+  old = _block(x, layer, head, start, update.shape[0])
+  new = (old.astype(update.dtype) + update).astype(x.dtype)
+  return lax.dynamic_update_slice(x, new[None, None], _index(layer, head, start, 0))
+
+
+def _rows_of(x, head, start, size):
+  return lax.dynamic_slice(x, _index(head, start, *[0] * (x.ndim - 2)), (1, size) + x.shape[2:])[0]
+
+
+def _scores(q, k, rows, row, keys, key):
+  """Masked logits [rows, keys] of one block of rows against one block of keys."""
+  def at(x, start, size):
+    return lax.dynamic_slice_in_dim(x, start, size)
+  q_position = at(rows.position, row, rows.block)[:, None]
+  k_position = at(keys.position, key, keys.block)[None]
+  visible = k_position <= q_position
+  if rows.window is not None:
+    visible &= k_position > q_position - rows.window
+  if keys.branch is not None:
+    visible &= at(keys.branch, key, keys.block)[None] == at(rows.branch, row, rows.block)[:, None]
+  return jnp.where(visible, _dot(q, k, (1, 1)), -jnp.inf)
+
+
+def _finite(x):
+  return jnp.where(jnp.isfinite(x), x, 0)
+
+
+def _absorb(b, stats, head, q, row, rows, keys):
+  """One step of the online softmax: takes key block b into (o, max, sum)."""
+  o, top, total = stats
+  start = b * keys.block
+  k = _block(keys.k, keys.layer, head, start, keys.block).astype(q.dtype)
+  v = _block(keys.v, keys.layer, head, start, keys.block).astype(q.dtype)
+  a = _scores(q, k, rows, row, keys, start)
+  new_top = jnp.maximum(top, a.max(-1))
+  e = jnp.exp(a - _finite(new_top)[:, None])
+  scale = jnp.exp(top - _finite(new_top))
+  o = o * scale[:, None] + _dot(e.astype(v.dtype), v, (1, 0))
+  return o, new_top, total * scale + e.sum(-1)
+
+
+def forward(q, rows: Rows, ranges: tuple[KeyRange, ...]):
+  """Partial attention of this device's keys; q [K, R, h] is already scaled.
+
+  Returns o [K, R, h] (not divided by the sum), max [K, R] (-inf where a row sees
+  no key) and sum [K, R], all float32 at least.
+  """
+  heads, count, dim = q.shape
+  dtype = at_least_f32(q.dtype)
+  blocks = count // rows.block
+
+  def one(t):
+    head, row = t // blocks, t % blocks * rows.block
+    qb = _rows_of(q, head, row, rows.block)
+    stats = (jnp.zeros((rows.block, dim), dtype), jnp.full((rows.block,), -jnp.inf, dtype),
+             jnp.zeros((rows.block,), dtype))
+    for keys in ranges:
+      absorb = functools.partial(_absorb, head=head, q=qb, row=row, rows=rows, keys=keys)
+      stats = lax.fori_loop(keys.first, keys.last, absorb, stats)
+    return stats
+
+  o, top, total = lax.map(one, jnp.arange(heads * blocks, dtype=jnp.int32))
+  return o.reshape(q.shape), top.reshape(heads, count), total.reshape(heads, count)
+
+
+def merge(o, top, total, shape):
+  """Merges the devices' partial results by log-sum-exp; each keeps its own rows.
+
+  o [K, R, h], top and total [K, R]; shape = (K, B, T, G) unfolds the rows.
+  Returns o [K, B, T/devices, G, h] and lse [K, B, T/devices, G]: zeros and -inf
+  for a row that sees no key.
+  """
+  highest = mesh.max_over(top)
+  weight = jnp.exp(top - _finite(highest))
+  packed = jnp.concatenate([o, total[..., None]], -1) * weight[..., None]
+  packed = mesh.scatter_sum(packed.reshape(*shape, -1), 2)
+  o, total = packed[..., :-1], packed[..., -1]
+  seen = total > 0
+  lse = jnp.where(seen, mesh.own(highest.reshape(shape), 2) + jnp.log(jnp.where(seen, total, 1)),
+                  -jnp.inf)
+  return o / jnp.where(seen, total, 1)[..., None], lse
+
+
+def backward(q, rows: Rows, ranges: tuple[KeyRange, ...], lse, do, delta, cotangents):
+  """Cotangents of `forward` then `merge`, given all rows of all devices.
+
+  q, do [K, R, h]; lse [K, R]; delta [K, R] = sum(o * do, h). `cotangents` holds
+  (dk, dv) of each range, [L, K, S, h]; this device's contributions are added to
+  them in place. Returns this device's share of dq [K, R, h], and the cotangents.
+  """
+  heads, count, dim = q.shape
+  dtype = at_least_f32(q.dtype)
+  lse = _finite(lse)
+
+  def against(j, carry, head, k, v, start, keys):
+    """Adds block j of the rows against one block of keys."""
+    dq, dk, dv = carry
+    row = j * rows.block
+    qb, dob, lseb, deltab = (_rows_of(x, head, row, rows.block) for x in (q, do, lse, delta))
+    p = jnp.exp(_scores(qb, k, rows, row, keys, start) - lseb[:, None])
+    dv = dv + _dot(p.astype(q.dtype), dob, (0, 0))
+    da = (p * (_dot(dob, v, (1, 1)) - deltab[:, None])).astype(q.dtype)
+    dk = dk + _dot(da, qb, (0, 0))
+    dqb = _rows_of(dq, head, row, rows.block) + _dot(da, k, (1, 0))
+    return lax.dynamic_update_slice(dq, dqb[None], _index(head, row, 0)), dk, dv
+
+  def key_block(t, carry, keys):
+    dq, dk_all, dv_all = carry
+    span = keys.last - keys.first
+    head, start = t // span, (keys.first + t % span) * keys.block
+    k = _block(keys.k, keys.layer, head, start, keys.block).astype(q.dtype)
+    v = _block(keys.v, keys.layer, head, start, keys.block).astype(q.dtype)
+    zero = jnp.zeros((keys.block, dim), dtype)
+    step = functools.partial(against, head=head, k=k, v=v, start=start, keys=keys)
+    dq, dk, dv = lax.fori_loop(0, count // rows.block, step, (dq, zero, zero))
+    return (dq, _add_block(dk_all, dk, keys.layer, head, start),
+            _add_block(dv_all, dv, keys.layer, head, start))
+
+  dq, out = jnp.zeros((heads, count, dim), dtype), []
+  for keys, (dk, dv) in zip(ranges, cotangents):
+    step = functools.partial(key_block, keys=keys)
+    trips = (keys.last - keys.first) * heads
+    dq, dk, dv = lax.fori_loop(jnp.int32(0), trips, step, (dq, dk, dv))
+    out.append((dk, dv))
+  return dq, tuple(out)

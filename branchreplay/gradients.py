@@ -1,0 +1,243 @@
+"""The gradient of a group: capture, (score,) objective, replay, pull.
+
+`group_gradient` equals plain autodiff on every full sequence
+(`full_sequence.full_sequence_gradient`, same signature), and pays the prefix's
+forward and backward once. Both run inside `shard_map`; `gradient_function` makes
+a jitted function of a batch of groups from either.
+
+Letters: N groups, G branches, R branch capacity, B branches replayed at once,
+T branch_segment_len, t = T/devices.
+"""
+from typing import Any
+
+from flax import struct
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from branchreplay import head, mesh
+from branchreplay import model as layers
+from branchreplay import state as states
+from branchreplay.attention import at_least_f32
+from branchreplay.batch import group_spec
+from branchreplay.full_sequence import full_sequence_gradient
+from branchreplay.model import Params
+from branchreplay.objectives import Objective, Scores
+from branchreplay.prefix import CAPTURED_SPEC, Captured, capture, pull, zero_gradients
+from branchreplay.replay import Segment, extend, retract
+from branchreplay.state import Recurrent, State, StateCotangent
+
+STACKED_CAPTURED = jax.tree.map(lambda s: P(mesh.DATA, *s), CAPTURED_SPEC, is_leaf=lambda s: isinstance(s, P))
+
+
+@struct.dataclass
+class Result:
+  """Of a batch of N groups; the gradient is that of the mean of the groups' losses."""
+  loss: Any  # [N]
+  metrics: Any  # dict of [N]
+  scores: Scores  # [N, G, R]
+  grads: Params
+
+
+def _padded(x, rows):
+  return jnp.pad(x, [(0, rows - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
+
+
+def _branch_segment(replay, inputs, lengths, prefix_length, j) -> Segment:
+  """Segment j of branches inputs [B, R]: this device's tokens."""
+  size = replay.branch_segment_len
+  t = size // mesh.seq_size()
+  tokens = lax.dynamic_slice_in_dim(inputs, j * size + mesh.seq_index() * t, t, 1)
+  return Segment(tokens, jnp.clip(lengths - j * size, 0, size), jnp.int32(prefix_length + j * size))
+
+
+def _own_columns(replay, matrix, j):
+  """This device's columns [B, t] of segment j of a matrix [B, R]."""
+  t = replay.branch_segment_len // mesh.seq_size()
+  return lax.dynamic_slice_in_dim(matrix, j * replay.branch_segment_len + mesh.seq_index() * t, t, 1)
+
+
+def _put_columns(replay, matrix, own, row, j):
+  """Writes all devices' columns of segment j into rows row.. of a matrix [G, R]."""
+  at = (jnp.int32(row), jnp.int32(j * replay.branch_segment_len))
+  return lax.dynamic_update_slice(matrix, mesh.gather(own, 1).astype(matrix.dtype), at)
+
+
+def _open_node(model, replay, captured: Captured, batch) -> State:
+  """A node of `batch` branches that starts at the captured state."""
+  slots = batch * replay.branch_segments * replay.branch_segment_len // mesh.seq_size()
+  slots = states.empty_slots(model, states.slot_count(replay, slots), captured.state.slots.k.dtype)
+  spread = lambda x: jnp.broadcast_to(x, (x.shape[0], batch, *x.shape[2:]))
+  return State(slots, jax.tree.map(spread, captured.state.recurrent))
+
+
+def _micro_batch(group, row, batch):
+  take = lambda x: lax.dynamic_slice_in_dim(x, row, batch, 0)
+  return take(group.inputs), take(group.targets), take(group.length)
+
+
+def score_branches(model, replay, params: Params, split: Params, group, captured: Captured) -> Scores:
+  """Forward of every branch on the captured state; scores [G, R], no graph."""
+  batch, rows, group = _grid(replay, group)
+  cache = captured.state.slots
+
+  def micro(i, scores):
+    row = i * batch
+    inputs, targets, lengths = _micro_batch(group, row, batch)
+
+    def step(j, carry):
+      node, scores = carry
+      segment = _branch_segment(replay, inputs, lengths, group.prefix_length, j)
+      node, h, _ = extend(model, replay, params, split, cache, node, segment)
+      own = Scores(*head.scores(model, replay, params, split, h, _own_columns(replay, targets, j)))
+      return node, jax.tree.map(lambda m, x: _put_columns(replay, m, x, row, j), scores, own)
+
+    n = _segments(replay, lengths)
+    return lax.fori_loop(jnp.int32(0), n, step, (_open_node(model, replay, captured, batch), scores))[1]
+
+  return lax.fori_loop(0, rows // batch, micro, _zero_scores(group, params))
+
+
+def _segments(replay, lengths):
+  return (lengths.max() + replay.branch_segment_len - 1) // replay.branch_segment_len
+
+
+def _zero_scores(group, params):
+  zeros = jnp.zeros(group.inputs.shape, at_least_f32(params.embed.dtype))
+  return Scores(zeros, zeros)
+
+
+def _grid(replay, group):
+  """Micro-batch size, padded number of branches, and the group padded to it."""
+  branches = group.inputs.shape[0]
+  batch = min(replay.replay_batch, branches)
+  rows = -(-branches // batch) * batch
+  pad = lambda x: None if x is None else _padded(x, rows)
+  return batch, rows, group.replace(
+      inputs=pad(group.inputs), targets=pad(group.targets), length=pad(group.length), mask=pad(group.mask),
+      advantages=pad(group.advantages), old_logprobs=pad(group.old_logprobs),
+      ref_logprobs=pad(group.ref_logprobs))
+
+
+def replay_branches(model, replay, params: Params, split: Params, group, captured: Captured, dscores_of,
+                    cotangent: StateCotangent, grads: Params):
+  """Replays every branch, `replay_batch` at a time, and sums what they send into the state.
+
+  dscores_of(scores) -> Scores [G, R]: the objective's cotangents, given matrices
+  that are right for the segment at hand (and zero where not yet replayed).
+  Returns scores [G, R], the cotangent of the captured state, and grads.
+  """
+  batch, rows, group = _grid(replay, group)
+  cache = captured.state.slots
+
+  def micro(i, carry):
+    scores, dk, dv, drecurrent, grads = carry
+    row = i * batch
+    inputs, targets, lengths = _micro_batch(group, row, batch)
+    node = _open_node(model, replay, captured, batch)
+    n = _segments(replay, lengths)
+    cut = lambda j: _branch_segment(replay, inputs, lengths, group.prefix_length, j)
+    history = jax.tree.map(lambda x: jnp.broadcast_to(x, (replay.branch_segments, *x.shape)), node.recurrent)
+
+    def forward(j, carry):  # all segments but the last, which is replayed at once
+      node, history = carry
+      node, _, _ = extend(model, replay, params, split, cache, node, cut(j))
+      put = lambda h, x: lax.dynamic_update_index_in_dim(h, x, j + 1, 0)
+      return node, jax.tree.map(put, history, node.recurrent)
+
+    if replay.branch_segments > 1:
+      node, history = lax.fori_loop(jnp.int32(0), n - 1, forward, (node, history))
+
+    def backward(step, carry):
+      scores, slots, dnode, dk, dv, grads = carry
+      j = n - 1 - step
+      segment = cut(j)
+      before = jax.tree.map(lambda h: lax.dynamic_index_in_dim(h, j, 0, False), history)
+      node = State(slots.replace(used=jnp.int32(j * segment.tokens.size)), before)
+      node, h, kept = extend(model, replay, params, split, cache, node, segment, keep=True)
+      own_targets = _own_columns(replay, targets, j)
+      own = Scores(*head.scores(model, replay, params, split, h, own_targets))
+      scores = jax.tree.map(lambda m, x: _put_columns(replay, m, x, row, j), scores, own)
+      part = jax.tree.map(lambda d: _own_columns(replay, lax.dynamic_slice_in_dim(d, row, batch), j),
+                          dscores_of(scores))
+      dh, grads = head.scores_backward(model, replay, params, split, h, own_targets, part.logprob,
+                                       part.entropy, grads)
+      dk, dv, dnode, grads = retract(model, replay, params, split, cache, node, before, segment, kept,
+                                     dh, dk, dv, dnode, grads)
+      return scores, node.slots, dnode, dk, dv, grads
+
+    dnode = states.zero_cotangent(node, replay.accumulate_dtype)
+    scores, _, dnode, dk, dv, grads = lax.fori_loop(
+        jnp.int32(0), n, backward, (scores, node.slots, dnode, dk, dv, grads))
+    add = lambda total, x: total + x.sum(1, keepdims=True).astype(total.dtype)
+    return scores, dk, dv, jax.tree.map(add, drecurrent, dnode.recurrent), grads
+
+  start = (_zero_scores(group, params), cotangent.k, cotangent.v, cotangent.recurrent, grads)
+  scores, dk, dv, drecurrent, grads = lax.fori_loop(0, rows // batch, micro, start)
+  return scores, StateCotangent(dk, dv, drecurrent), grads
+
+
+def group_gradient(model, replay, objective: Objective, params: Params, split: Params, group, grads: Params,
+                   weight=1.0, captured: Captured | None = None):
+  """Loss, metrics, scores [G, R] and gradient of one group; the prefix is paid once.
+
+  Args:
+    group: a `batch.Group`, its prefix this device's slice [n, t].
+    grads: gradients so far; weight times this group's are added, each device's
+      share where a leaf is not split (`mesh.reduce_gradients` sums them).
+    captured: the prefix's capture under these very parameters, or None to make it.
+
+  replay.mode: exact pulls the state's cotangent back through the whole prefix,
+  detached drops it (LongStraw's gradient), depth=K pulls the last K segments.
+  """
+  branches = group.inputs.shape[0]
+  if captured is None:
+    captured = capture(model, replay, params, split, group.prefix, group.prefix_length)
+  slope = jax.grad(lambda s: objective.loss(s, group)[0] * weight)
+  unpad = lambda scores: jax.tree.map(lambda s: s[:branches], scores)
+  cotangents = lambda scores: jax.tree.map(lambda d, s: _padded(d, s.shape[0]), slope(unpad(scores)), scores)
+  if not objective.separable:
+    scores = score_branches(model, replay, params, split, group, captured)
+    fixed = cotangents(scores)
+    cotangents = lambda _: fixed
+  cotangent = states.zero_cotangent(captured.state, replay.accumulate_dtype)
+  scores, cotangent, grads = replay_branches(model, replay, params, split, group, captured, cotangents,
+                                             cotangent, grads)
+  if replay.pull_depth:
+    grads = pull(model, replay, params, split, group.prefix, group.prefix_length, captured, cotangent,
+                 grads, replay.pull_depth)
+  scores = unpad(scores)
+  loss, metrics = objective.loss(scores, group)
+  return loss, metrics, scores, grads
+
+
+def gradient_function(mesh_, model, replay, objective: Objective, group, full_sequence: bool = False,
+                      with_captured: bool = False):
+  """Jitted (params, groups[, captured]) -> Result, for stacked groups shaped like `group`.
+
+  The groups of a device row (`data` axis) go one after another and their
+  gradients are summed. With `with_captured`, stacked captures of the groups' prefixes.
+  full_sequence: by plain autodiff on full sequences.
+  """
+  seq, rows = mesh_.shape[mesh.SEQ], mesh_.shape[mesh.DATA]
+  shapes = layers.shapes(model)
+  split = mesh.split_tree(shapes, seq, replay.shard_params)
+  specs = mesh.parameter_specs(shapes, seq, replay.shard_params)
+  one = full_sequence_gradient if full_sequence else group_gradient
+
+  def local(params, groups, captured=None):
+    count = groups.prefix_length.shape[0]
+
+    def step(grads, xs):
+      group, captured = xs
+      loss, metrics, scores, grads = one(model, replay, objective, params, split, group, grads,
+                                         1 / (count * rows), captured)
+      return grads, (loss, metrics, scores)
+
+    grads, out = lax.scan(step, zero_gradients(replay, params), (groups, captured))
+    return Result(*out, mesh.reduce_gradients(grads, split))
+
+  in_specs = (specs, group_spec(group)) + ((STACKED_CAPTURED,) if with_captured else ())
+  out_specs = Result(P(mesh.DATA), P(mesh.DATA), P(mesh.DATA), specs)
+  return mesh.sharded(mesh_, local, in_specs, out_specs)

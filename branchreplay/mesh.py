@@ -1,0 +1,112 @@
+"""The device mesh, the one sharding table, and the collectives by name.
+
+Axes: `data` holds different groups, `seq` splits the positions of every segment
+(and the heads of recurrent layers). Everything below runs inside `shard_map`
+with `check_vma=False`, where `psum` transposes to `psum`: sums over devices
+stand only outside differentiated code; `gather`, `scatter_sum` and `exchange`
+transpose rightly.
+"""
+import functools
+import math
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from branchreplay.config import UserError
+
+DATA, SEQ = 'data', 'seq'
+
+# Parameter group -> the axis that is split over `seq` when parameters are
+# sharded. Leaves of `blocks` are stacked over repeats first. Others are whole.
+SPLIT_AXIS = {'embed': 0, 'head': 0, 'blocks': 1}
+
+
+def make_mesh(data: int = 1, seq: int | None = None) -> Mesh:
+  """Mesh of data x seq devices; seq=None takes all there are. UserError if too few."""
+  devices = jax.devices()
+  if data < 1 or (seq is not None and seq < 1):
+    raise UserError(f'a mesh of data={data} x seq={seq} devices is empty; use at least 1 of each.')
+  seq = seq or max(1, len(devices) // data)
+  if data * seq > len(devices):
+    raise UserError(
+        f'{data * seq} devices asked for (data={data} x seq={seq}), {len(devices)} available; '
+        f'ask for fewer, or on a CPU for virtual ones with --virtual_devices={data * seq}.')
+  return Mesh(np.array(devices[:data * seq]).reshape(data, seq), (DATA, SEQ))
+
+
+def split_tree(shapes, seq: int, shard: bool):
+  """Tree of bools: which leaves of the parameters `shapes` are split over `seq`."""
+  def split(path, leaf):
+    axis = SPLIT_AXIS.get(path[0].name)
+    return bool(shard and axis is not None and leaf.shape[axis] % seq == 0)
+  return jax.tree_util.tree_map_with_path(split, shapes)
+
+
+def parameter_specs(shapes, seq: int, shard: bool):
+  """PartitionSpecs of the parameters (and of their gradients and optimizer moments)."""
+  def spec(path, split):
+    return P(*[None] * SPLIT_AXIS[path[0].name], SEQ) if split else P()
+  return jax.tree_util.tree_map_with_path(spec, split_tree(shapes, seq, shard))
+
+
+def shardings(mesh: Mesh, specs):
+  """NamedShardings for a tree of PartitionSpecs."""
+  return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, P))
+
+
+def seq_size() -> int:
+  return lax.axis_size(SEQ)
+
+
+def seq_index():
+  return lax.axis_index(SEQ)
+
+
+def gather(x, axis: int):
+  """Concatenates the devices' slices along `axis`; transposes to `scatter_sum`."""
+  return lax.all_gather(x, SEQ, axis=axis, tiled=True)
+
+
+def scatter_sum(x, axis: int):
+  """Sums over devices and keeps this device's slice of `axis`."""
+  return lax.psum_scatter(x, SEQ, scatter_dimension=axis, tiled=True)
+
+
+def exchange(x, split: int, concat: int):
+  """All-to-all: splits axis `split` over devices, concatenates along `concat`."""
+  return lax.all_to_all(x, SEQ, split, concat, tiled=True)
+
+
+def max_over(x):
+  return lax.pmax(x, SEQ)
+
+
+def sum_over(x):
+  return lax.psum(x, SEQ)
+
+
+def own(x, axis: int):
+  """This device's slice of `axis` of a replicated array."""
+  size = x.shape[axis] // seq_size()
+  return lax.dynamic_slice_in_dim(x, seq_index() * size, size, axis)
+
+
+def gather_tree(tree, split):
+  """Gathers the split leaves of one layer's weights (their first axis)."""
+  return jax.tree.map(lambda x, s: gather(x, 0) if s else x, tree, split)
+
+
+def reduce_gradients(grads, split):
+  """Sums each device's partial gradients: whole leaves over seq, all over data."""
+  def reduce(g, s):
+    return lax.psum(g, DATA if s else (DATA, SEQ))
+  return jax.tree.map(reduce, grads, split)
+
+
+def sharded(mesh: Mesh, function, in_specs, out_specs, **jit_options):
+  """jit(shard_map(function)); every call goes through here, so that all agree."""
+  return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs,
+                               check_vma=False), **jit_options)

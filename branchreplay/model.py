@@ -1,0 +1,327 @@
+"""The decoder as pure functions over typed weight trees; nothing stateful.
+
+Letters: V vocabulary, D width, F mlp width, H = K*G query heads, K kv heads,
+h head_dim, B branches, t this device's positions of a segment, T all devices'.
+Layer kinds: full and sliding-window attention (grouped queries, optional q/k
+RMSNorm and output gate, partial RoPE), and gated DeltaNet. Functions on [B, t, D]
+are local to a device, but for `delta_layer`, `embed`, `head` and `next_logits`,
+which name the collectives they use.
+"""
+import functools
+from typing import Any
+import zlib
+
+from flax import struct
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from branchreplay import mesh
+from branchreplay.attention import at_least_f32
+from branchreplay.config import ModelConfig
+from branchreplay.deltanet import causal_conv, delta_rule
+
+
+@struct.dataclass
+class Attention:
+  q: Any  # [D, H*h]
+  k: Any  # [D, K*h]
+  v: Any  # [D, K*h]
+  out: Any  # [H*h, D]
+  gate: Any = None  # [D, H*h]
+  q_norm: Any = None  # [h]
+  k_norm: Any = None  # [h]
+
+
+@struct.dataclass
+class DeltaNet:
+  qkv: Any  # [D, C], C = 2*key_heads*k + value_heads*v channels
+  z: Any  # [D, value_heads*v], the output gate
+  beta: Any  # [D, value_heads]
+  decay: Any  # [D, value_heads]
+  conv: Any  # [C, W]
+  a_log: Any  # [value_heads]
+  dt_bias: Any  # [value_heads]
+  norm: Any  # [v]
+  out: Any  # [value_heads*v, D]
+
+
+@struct.dataclass
+class Mlp:
+  gate: Any  # [D, F]
+  up: Any  # [D, F]
+  down: Any  # [F, D]
+
+
+@struct.dataclass
+class Block:
+  norm: Any  # [D]
+  mixer: Any  # Attention | DeltaNet
+  mlp_norm: Any  # [D]
+  mlp: Mlp
+
+
+@struct.dataclass
+class Params:
+  embed: Any  # [V, D]
+  blocks: tuple[Block, ...]  # one per place in the pattern; leaves [repeats, ...]
+  norm: Any  # [D]
+  head: Any = None  # [V, D]; None: tied to embed
+
+
+def _is_shape(x):
+  return isinstance(x, tuple) and isinstance(x[0], int)
+
+
+def _shapes(model: ModelConfig) -> Params:
+  m = model
+  inner = m.heads * m.head_dim
+  keys, values = m.delta_key_heads * m.delta_key_dim, m.delta_value_heads * m.delta_value_dim
+  attention = Attention(
+      q=(m.width, inner), k=(m.width, m.kv_heads * m.head_dim), v=(m.width, m.kv_heads * m.head_dim),
+      out=(inner, m.width), gate=(m.width, inner) if m.output_gate else None,
+      q_norm=(m.head_dim,) if m.qk_norm else None, k_norm=(m.head_dim,) if m.qk_norm else None)
+  delta = DeltaNet(
+      qkv=(m.width, 2 * keys + values), z=(m.width, values), beta=(m.width, m.delta_value_heads),
+      decay=(m.width, m.delta_value_heads), conv=(2 * keys + values, m.conv_width),
+      a_log=(m.delta_value_heads,), dt_bias=(m.delta_value_heads,), norm=(m.delta_value_dim,),
+      out=(values, m.width))
+  mlp = Mlp(gate=(m.width, m.mlp_width), up=(m.width, m.mlp_width), down=(m.mlp_width, m.width))
+  blocks = tuple(Block((m.width,), delta if kind == 'deltanet' else attention, (m.width,), mlp)
+                 for kind in m.pattern)
+  blocks = jax.tree.map(lambda shape: (m.repeats, *shape), blocks, is_leaf=_is_shape)
+  table = (m.vocab_size, m.width)
+  return Params(table, blocks, (m.width,), None if m.tied_embeddings else table)
+
+
+def init(model: ModelConfig, key, dtype=jnp.float32) -> Params:
+  """Random parameters: matrices normal with std fan_in^-0.5, norms at identity."""
+  def leaf(path, shape):
+    name, text = path[-1].name, jax.tree_util.keystr(path)
+    k = jax.random.fold_in(key, zlib.crc32(text.encode()))
+    if name == 'a_log':  # decay rates 1..16 per unit of dt, as in Mamba 2
+      return jnp.log(jax.random.uniform(k, shape, jnp.float32, 1, 16))
+    if name == 'dt_bias':  # softplus(dt_bias) log-uniform in 0.001..0.1
+      dt = jnp.exp(jax.random.uniform(k, shape, jnp.float32, np.log(1e-3), np.log(1e-1)))
+      return dt + jnp.log(-jnp.expm1(-dt))
+    if name.endswith('norm'):
+      gated = text.endswith('.mixer.norm')  # never zero-centred
+      return jnp.full(shape, 1.0 if gated else 1.0 - model.norm_offset, jnp.float32)
+    fan_in = shape[-1] if name in ('embed', 'head', 'conv') else shape[-2]
+    std = 1.0 if name == 'embed' and not model.tied_embeddings else fan_in**-0.5
+    return jax.random.normal(k, shape, jnp.float32) * std
+
+  return jax.tree_util.tree_map_with_path(lambda p, s: leaf(p, s).astype(dtype), _shapes(model),
+                                          is_leaf=_is_shape)
+
+
+@functools.lru_cache
+def shapes(model: ModelConfig, dtype: str = 'float32') -> Params:
+  """ShapeDtypeStructs of the parameters."""
+  return jax.eval_shape(lambda k: init(model, k, jnp.dtype(dtype)), jax.eval_shape(lambda: jax.random.key(0)))
+
+
+# ---------------------------------------------------------------- pieces of a layer
+
+
+def rms_norm(x, weight, offset: float, eps: float):
+  """RMSNorm along the last axis in float32 at least; the scale is offset + weight."""
+  y = x.astype(at_least_f32(x.dtype))
+  y = y * lax.rsqrt((y * y).mean(-1, keepdims=True) + eps)
+  return (y * (offset + weight.astype(y.dtype))).astype(x.dtype)
+
+
+def _norm(model, x, weight):
+  return rms_norm(x, weight, model.norm_offset, model.norm_eps)
+
+
+RADIX = 2048  # positions are split as RADIX * high + low
+
+
+def rope_tables(model: ModelConfig, position, dtype):
+  """cos and sin [..., rotary_dim/2] at `position`, right to 1e-6 at 8 million.
+
+  A float32 product position * frequency is off by up to 0.1 rad at a million.
+  The angles of the two digits of a position stand in float64 tables made on the
+  host; the device adds them by the angle-sum identity.
+  """
+  frequency = model.rope_theta ** (-np.arange(0, model.rotary_dim, 2) / max(model.rotary_dim, 1))
+  low = np.arange(RADIX)[:, None] * frequency
+  high = np.arange(0, model.max_positions, RADIX)[:, None] * frequency
+  digit = lambda table, i: (jnp.asarray(np.cos(table), dtype)[i], jnp.asarray(np.sin(table), dtype)[i])
+  (c0, s0), (c1, s1) = digit(low, position % RADIX), digit(high, position // RADIX)
+  return c0 * c1 - s0 * s1, s0 * c1 + c0 * s1
+
+
+def rotate(x, tables):
+  """Applies RoPE (half-split layout) to x [..., t, heads, h]; tables [t, rotary/2]."""
+  cos, sin = (table[:, None] for table in tables)
+  half = cos.shape[-1]
+  a, b = (x[..., i * half:(i + 1) * half].astype(cos.dtype) for i in (0, 1))
+  turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+  return jnp.concatenate([turned, x[..., 2 * half:]], -1)
+
+
+def mlp(model, block: Block, h):
+  """Residual SwiGLU; h [..., D]."""
+  x = _norm(model, h, block.mlp_norm)
+  return h + (jax.nn.silu(x @ block.mlp.gate) * (x @ block.mlp.up)) @ block.mlp.down
+
+
+def attention_in(model: ModelConfig, block: Block, h, tables):
+  """q [..., t, H, h] (scaled), k and v [..., t, K, h], gate [..., t, H*h] or None."""
+  p, x = block.mixer, _norm(model, h, block.norm)
+  heads = lambda y, n: y.reshape(*y.shape[:-1], n, model.head_dim)
+  q, k, v = heads(x @ p.q, model.heads), heads(x @ p.k, model.kv_heads), heads(x @ p.v, model.kv_heads)
+  if model.qk_norm:
+    q, k = _norm(model, q, p.q_norm), _norm(model, k, p.k_norm)
+  q, k = rotate(q, tables), rotate(k, tables)
+  return q * model.head_dim**-0.5, k, v, x @ p.gate if model.output_gate else None
+
+
+def attention_out(model: ModelConfig, block: Block, h, o, gate):
+  """Output gate, projection, residual and MLP; o [..., t, H, h] -> h [..., t, D]."""
+  o = o.reshape(*h.shape[:-1], -1)
+  if gate is not None:
+    o = o * jax.nn.sigmoid(gate)
+  return mlp(model, block, h + o.astype(h.dtype) @ block.mixer.out)
+
+
+def delta_in(model: ModelConfig, block: Block, h):
+  """q, k [..., key_heads, k], v [..., value_heads, v], beta, decay [..., value_heads], z like v."""
+  p, x = block.mixer, _norm(model, h, block.norm)
+  keys = model.delta_key_heads * model.delta_key_dim
+  qkv = x @ p.qkv
+  key_heads = lambda y: y.reshape(*y.shape[:-1], model.delta_key_heads, model.delta_key_dim)
+  value_heads = lambda y: y.reshape(*y.shape[:-1], model.delta_value_heads, model.delta_value_dim)
+  return (key_heads(qkv[..., :keys]), key_heads(qkv[..., keys:2 * keys]), value_heads(qkv[..., 2 * keys:]),
+          x @ p.beta, x @ p.decay, value_heads(x @ p.z))
+
+
+def delta_gates(beta, decay, a_log, dt_bias, valid):
+  """Log decay g and write strength b, both 0 at padding; `valid` broadcasts to beta."""
+  dtype = at_least_f32(beta.dtype)
+  b = jax.nn.sigmoid(beta.astype(dtype))
+  g = -jnp.exp(a_log.astype(dtype)) * jax.nn.softplus(decay.astype(dtype) + dt_bias.astype(dtype))
+  return jnp.where(valid, g, 0), jnp.where(valid, b, 0)
+
+
+def delta_out(model: ModelConfig, block: Block, h, o, z):
+  """Gated RMSNorm, projection, residual and MLP; o, z [..., value_heads, v]."""
+  o = rms_norm(o.astype(h.dtype), block.mixer.norm, 0.0, model.norm_eps) * jax.nn.silu(z)
+  return mlp(model, block, h + o.reshape(*h.shape[:-1], -1) @ block.mixer.out)
+
+
+# ---------------------------------------------------------------- gated DeltaNet, head-sharded
+
+
+def delta_heads(model: ModelConfig, seq: int):
+  """Which key and value heads each device runs: index arrays [seq, heads a device].
+
+  Key heads stay shared by their group of value heads where they divide by `seq`;
+  otherwise each value head gets a copy of its key head, and the last devices run
+  copies of head 0 whose output is dropped.
+  """
+  group = model.delta_value_heads // model.delta_key_heads
+  if model.delta_key_heads % seq == 0:
+    key, value = np.arange(model.delta_key_heads), np.arange(model.delta_value_heads)
+  else:
+    value = np.zeros(-(-model.delta_value_heads // seq) * seq, int)
+    value[:model.delta_value_heads] = np.arange(model.delta_value_heads)
+    key = value // group
+  return key.reshape(seq, -1), value.reshape(seq, -1)
+
+
+def _own_heads(x, index):
+  """The heads (axis 0) that this device runs."""
+  return jnp.take(x, jnp.asarray(index)[mesh.seq_index()], axis=0)
+
+
+def delta_layer(model: ModelConfig, block: Block, h, delta, conv, length):
+  """A gated DeltaNet layer over a segment of which this device has t positions.
+
+  Args:
+    h: [B, t, D]. length: i32 [B], valid positions of the segment.
+    delta: [B, heads, k, v] and conv: [B, W-1, channels], the state before the
+      segment of the heads that this device runs.
+
+  Returns h, and delta and conv after the segment. Two all-to-alls: positions to
+  heads and back.
+  """
+  m, seq = model, mesh.seq_size()
+  batch, t, _ = h.shape
+  key, value = delta_heads(m, seq)
+  q, k, v, beta, decay, z = delta_in(m, block, h)
+
+  def by_device(x, index):  # [B, t, heads, ...] -> [B, t, seq, channels]
+    return jnp.take(x, index.reshape(-1), axis=2).reshape(batch, t, seq, -1)
+
+  parts = [by_device(q, key), by_device(k, key), by_device(v, value),
+           by_device(beta[..., None], value), by_device(decay[..., None], value)]
+  channels = np.cumsum([x.shape[-1] for x in parts])
+  y = mesh.exchange(jnp.concatenate(parts, -1), 2, 1)[:, :, 0]  # [B, T, channels]
+  steps = y.shape[1]
+
+  p = block.mixer
+  taps = [_own_heads(w.reshape(heads, -1, m.conv_width), index).reshape(-1, m.conv_width)
+          for w, heads, index in zip(
+              jnp.split(p.conv, np.cumsum([m.delta_key_heads * m.delta_key_dim] * 2)),
+              (m.delta_key_heads, m.delta_key_heads, m.delta_value_heads), (key, key, value))]
+  mixed, conv = causal_conv(y[..., :channels[2]], conv, jnp.concatenate(taps), length)
+  valid = jnp.arange(steps)[:, None] < length[:, None, None]
+  g, b = delta_gates(y[..., channels[2]:channels[3]], y[..., channels[3]:],
+                     _own_heads(p.a_log, value), _own_heads(p.dt_bias, value), valid)
+
+  def heads(x, dim):  # [B, T, n*dim] -> [T, B, n, dim]
+    return x.reshape(batch, steps, -1, dim).swapaxes(0, 1)
+
+  q, k, v = (heads(x, dim) for x, dim in zip(
+      jnp.split(mixed, channels[:2], -1), (m.delta_key_dim, m.delta_key_dim, m.delta_value_dim)))
+  group = v.shape[2] // q.shape[2]
+  fold = lambda x: x.reshape(steps, -1, *x.shape[3:])  # branches become heads
+  q, k, v = fold(jnp.repeat(q, group, 2)), fold(jnp.repeat(k, group, 2)), fold(v)
+  g, b = fold(g.swapaxes(0, 1)), fold(b.swapaxes(0, 1))
+  o, after = delta_rule(q, k, v, g, b, delta.reshape(-1, *delta.shape[2:]), m.chunk)
+
+  o = o.astype(h.dtype).reshape(steps, batch, 1, -1).swapaxes(0, 1)  # [B, T, 1, n*v]
+  o = mesh.exchange(o, 1, 2).reshape(batch, t, -1, m.delta_value_dim)
+  o = o[:, :, :m.delta_value_heads]
+  return delta_out(m, block, h, o, z), after.reshape(delta.shape), conv
+
+
+# ---------------------------------------------------------------- embedding and head
+
+
+def embed(params: Params, split: Params, tokens):
+  """tokens i32 [B, t] -> [B, t, D]; a split table is looked up where its rows lie."""
+  if not split.embed:
+    return params.embed[tokens]
+  rows = params.embed.shape[0]
+  index = mesh.gather(tokens, 1) - mesh.seq_index() * rows
+  here = (index >= 0) & (index < rows)
+  found = jnp.where(here[..., None], params.embed[jnp.clip(index, 0, rows - 1)], 0)
+  return mesh.scatter_sum(found, 1)
+
+
+def embed_backward(grads: Params, split: Params, tokens, dh) -> Params:
+  """Adds dh [B, t, D] to the gradient of the embedding rows of `tokens`."""
+  table = grads.embed
+  if not split.embed:
+    return grads.replace(embed=table.at[tokens].add(dh.astype(table.dtype)))
+  index = mesh.gather(tokens, 1) - mesh.seq_index() * table.shape[0]
+  index = jnp.where((index >= 0) & (index < table.shape[0]), index, table.shape[0])
+  dh = mesh.gather(dh, 1).astype(table.dtype)
+  return grads.replace(embed=table.at[index].add(dh, mode='drop'))
+
+
+def head_table(params: Params):
+  return params.embed if params.head is None else params.head
+
+
+def next_logits(model: ModelConfig, params: Params, split: Params, h):
+  """Logits [B, V] on every device, of the segment's first position; h [B, t, D]."""
+  x = _norm(model, mesh.gather(h, 1)[:, 0], params.norm)
+  is_split = split.embed if params.head is None else split.head
+  logits = (x @ head_table(params).T).astype(at_least_f32(x.dtype))
+  return mesh.gather(logits, 1) if is_split else logits

@@ -1,0 +1,130 @@
+"""Capture of a prefix and its pullback: loops of extend and retract.
+
+`scan_prefix` has a custom VJP, so `state, pullback = jax.vjp(scan_prefix, ...)`
+is all there is to it: forward keeps the state and the recurrent state before
+each segment, no activations; backward replays the segments in reverse order.
+Trip counts are traced: one compilation serves every length up to the capacity.
+"""
+import functools
+from typing import Any
+
+from flax import struct
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from branchreplay import mesh
+from branchreplay import state as states
+from branchreplay.config import ALL_SEGMENTS, ModelConfig, ReplayConfig
+from branchreplay.model import Params
+from branchreplay.replay import Segment, extend, retract
+from branchreplay.state import Recurrent, Slots, State, StateCotangent
+
+
+@struct.dataclass
+class Captured:
+  """A captured prefix: its state, and what the pullback needs besides."""
+  state: State
+  history: Recurrent  # leaves [n, M, 1, ...], the recurrent state before each segment
+
+
+CAPTURED_SPEC = Captured(states.STATE_SPEC, Recurrent(P(None, None, None, mesh.SEQ),
+                                                      P(None, None, None, None, mesh.SEQ)))
+
+
+def segment_count(prefix, length):
+  return (length + prefix.shape[1] * mesh.seq_size() - 1) // (prefix.shape[1] * mesh.seq_size())
+
+
+def _segment(prefix, length, i) -> Segment:
+  size = prefix.shape[1] * mesh.seq_size()
+  tokens = lax.dynamic_index_in_dim(prefix, i, 0, True)
+  return Segment(tokens, jnp.clip(length - i * size, 0, size)[None], jnp.int32(i * size))
+
+
+def _node(model, count, recurrent, dtype) -> State:
+  return State(states.empty_slots(model, count, dtype), recurrent)
+
+
+def capture(model: ModelConfig, replay: ReplayConfig, params: Params, split: Params, prefix,
+            length) -> Captured:
+  """Runs the prefix forward. prefix i32 [n, t] (this device's slice), length i32 []."""
+  dtype, count = params.embed.dtype, prefix.shape[1]
+  slots = states.empty_slots(model, states.slot_count(replay, prefix.size), dtype)
+  recurrent = states.empty_recurrent(model, dtype)
+  history = jax.tree.map(lambda x: jnp.zeros((prefix.shape[0], *x.shape), x.dtype), recurrent)
+
+  def step(i, carry):
+    slots, recurrent, history = carry
+    history = jax.tree.map(lambda h, x: lax.dynamic_update_index_in_dim(h, x, i, 0), history, recurrent)
+    node, _, _ = extend(model, replay, params, split, slots, _node(model, count, recurrent, dtype),
+                        _segment(prefix, length, i))
+    return states.append(slots, node.slots), node.recurrent, history
+
+  n = segment_count(prefix, length)
+  slots, recurrent, history = lax.fori_loop(jnp.int32(0), n, step, (slots, recurrent, history))
+  return Captured(State(slots, recurrent), history)
+
+
+def pull(model: ModelConfig, replay: ReplayConfig, params: Params, split: Params, prefix, length,
+         captured: Captured, cotangent: StateCotangent, grads: Params, depth=ALL_SEGMENTS) -> Params:
+  """Pulls the state's cotangent back through the last `depth` segments, once.
+
+  Adds to `grads` (each device's share where a leaf is whole) and returns them.
+  """
+  dtype, count = params.embed.dtype, prefix.shape[1]
+  n = segment_count(prefix, length)
+  dh = jnp.zeros((1, count, model.width), dtype)  # no loss on the prefix
+
+  def step(j, carry):
+    dk, dv, drecurrent, grads = carry
+    i = n - 1 - j
+    before = jax.tree.map(lambda h: lax.dynamic_index_in_dim(h, i, 0, False), captured.history)
+    segment, at = _segment(prefix, length, i), i * count
+    earlier = captured.state.slots.replace(used=jnp.int32(at))
+    node, _, kept = extend(model, replay, params, split, earlier, _node(model, count, before, dtype),
+                           segment, keep=True)
+    own = lambda x: lax.dynamic_slice_in_dim(x, at, count, 2)
+    dk, dv, dnode, grads = retract(
+        model, replay, params, split, earlier, node, before, segment, kept, dh, dk, dv,
+        StateCotangent(own(dk), own(dv), drecurrent), grads)
+    return dk, dv, dnode.recurrent, grads
+
+  start = (cotangent.k, cotangent.v, cotangent.recurrent, grads)
+  return lax.fori_loop(jnp.int32(0), jnp.minimum(n, depth), step, start)[3]
+
+
+def zero_gradients(replay: ReplayConfig, params: Params) -> Params:
+  """Zeros like `params` in the dtype that gradients are summed in."""
+  return jax.tree.map(
+      lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, replay.accumulate_dtype)), params)
+
+
+def scan_prefix(model: ModelConfig, replay: ReplayConfig, split: Params, prefix, length,
+                params: Params) -> State:
+  """The state after a prefix, differentiable in `params` with memory flat in activations.
+
+      state, pullback = jax.vjp(functools.partial(scan_prefix, model, replay, split, prefix, length), params)
+      grads, = pullback(dstate)
+
+  Runs inside `shard_map`. The gradient of a leaf that is not split is this
+  device's share: sum it with `mesh.reduce_gradients`.
+  """
+  @jax.custom_vjp
+  def run(params):
+    return capture(model, replay, params, split, prefix, length).state
+
+  def forward(params):
+    captured = capture(model, replay, params, split, prefix, length)
+    return captured.state, (params, captured)
+
+  def backward(saved, dstate):
+    params, captured = saved
+    cotangent = StateCotangent(dstate.slots.k, dstate.slots.v, dstate.recurrent)
+    grads = pull(model, replay, params, split, prefix, length, captured, cotangent,
+                 zero_gradients(replay, params))
+    return (jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params),)
+
+  run.defvjp(forward, backward)
+  return run(params)

@@ -1,0 +1,259 @@
+"""THE IDEA: a prefix segment and a branch are the same thing, tokens processed on a state.
+
+  extend   runs a segment forward on a state and returns the state after it.
+  retract  takes the cotangents of the segment's outputs and of the state after
+           it, and returns the cotangent of the state before it; cotangents of
+           earlier keys and values are added in place, parameter gradients too.
+
+A state is the prefix's slots (`cache`, read-only here), the node's own slots and
+its recurrent state (`node`). A prefix segment is a node whose slots are appended
+to the cache afterwards (prefix.py); B branches are replayed as one node of B*T
+slots, each seeing the cache and its own branch (gradients.py); one decoded token
+is a segment of one valid position (sample.py).
+
+Letters: B branches, T positions of the segment over all devices, t = T/devices,
+L attention layers, M recurrent layers, K kv heads, G queries a kv head, h head_dim.
+"""
+import functools
+from typing import Any
+
+from flax import struct
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from branchreplay import attention, mesh
+from branchreplay import model as layers
+from branchreplay.config import ModelConfig, ReplayConfig
+from branchreplay.model import Params
+from branchreplay.state import FAR, Recurrent, Slots, State, StateCotangent
+
+
+@struct.dataclass
+class Segment:
+  tokens: Any  # i32 [B, t], this device's inputs
+  length: Any  # i32 [B], valid positions of the whole segment; padding stands behind
+  start: Any  # i32 [], position of the first
+
+
+@struct.dataclass
+class View:
+  """What a segment's attention layers share: where its rows and its keys are."""
+  position: Any  # i32 [t], positions of this device's rows
+  rows: Any  # i32 [R], position of every row of all devices, R = B*T*G
+  branch: Any  # i32 [R]
+  cache: Slots  # slots of the prefix; unused ones at FAR
+  own: Slots  # the node's slots, the segment's included; its k and v are not used
+  at: Any  # i32 [], the segment's first own slot
+
+
+def _view(model: ModelConfig, cache: Slots, node: State, segment: Segment) -> View:
+  batch, t = segment.tokens.shape
+  group, steps = model.heads // model.kv_heads, t * mesh.seq_size()
+  row = mesh.seq_index() * t + jnp.arange(t, dtype=jnp.int32)
+  position = segment.start + row
+  valid = row < segment.length[:, None]
+  fold = lambda x, shape: jnp.broadcast_to(x, shape).reshape(-1)
+  branch = jnp.arange(batch, dtype=jnp.int32)[:, None]
+  put = lambda x, y: lax.dynamic_update_slice_in_dim(x, y, node.slots.used, 0)
+  own = node.slots.replace(
+      position=put(node.slots.position, jnp.where(valid, position, FAR).reshape(-1)),
+      branch=put(node.slots.branch, fold(branch, (batch, t))), used=node.slots.used + batch * t)
+  everywhere = (segment.start + jnp.arange(steps, dtype=jnp.int32))[:, None]
+  filled = jnp.arange(cache.position.size) < cache.used
+  return View(position, fold(everywhere, (batch, steps, group)), fold(branch[..., None], (batch, steps, group)),
+              cache.replace(position=jnp.where(filled, cache.position, FAR)), own, node.slots.used)
+
+
+def _key_ranges(replay: ReplayConfig, view: View, k, v, layer, window):
+  """The keys a layer's rows see: the cache, and own keys k, v [K, S, h]."""
+  def span(slots):
+    size = slots.position.size
+    block = attention.largest_divisor(size, replay.key_block)
+    first = jnp.int32(0)
+    if window is not None:  # slots at or before the oldest row's horizon, in whole blocks
+      first = (slots.position <= view.rows[0] - window).sum(dtype=jnp.int32) // block
+    last = (slots.used + block - 1) // block
+    return jnp.minimum(first, last), last, block
+  cache, own = view.cache, view.own
+  return (attention.KeyRange(cache.k, cache.v, cache.position, None, layer, *span(cache)),
+          attention.KeyRange(k[None], v[None], own.position, own.branch, jnp.int32(0), *span(own)))
+
+
+def _rows(model, replay, view, window):
+  block = attention.largest_divisor(view.rows.size, replay.row_block)
+  return attention.Rows(view.rows, view.branch, window, block)
+
+
+def _fold_rows(model, x):
+  """[B, t, H, ...] -> [K, B*T*G, ...]: rows of all devices, by kv head."""
+  batch, t, heads = x.shape[:3]
+  x = x.reshape(batch, t, model.kv_heads, heads // model.kv_heads, *x.shape[3:])
+  x = mesh.gather(jnp.moveaxis(x, 2, 0), 2)
+  return x.reshape(model.kv_heads, -1, *x.shape[4:])
+
+
+def _unfold(model, x):
+  """[K, B, t, G, ...] -> [B, t, H, ...]."""
+  x = jnp.moveaxis(x, 0, 2)
+  return x.reshape(*x.shape[:2], model.heads, *x.shape[4:])
+
+
+def _row_shape(model, segment):
+  batch, t = segment.tokens.shape
+  return model.kv_heads, batch, t * mesh.seq_size(), model.heads // model.kv_heads
+
+
+def _head_major(x, dtype):
+  """[B, t, K, h] -> [K, B*t, h]."""
+  return jnp.moveaxis(x, 2, 0).reshape(x.shape[2], -1, x.shape[3]).astype(dtype)
+
+
+def _window(model, kind):
+  return model.window if kind == 'window' else None
+
+
+def _by_repeat(model, state: State):
+  """Leaves [L or M, ...] -> [repeats, layers a repeat, ...], to scan over repeats."""
+  stack = lambda x, per: x.reshape(model.repeats, per, *x.shape[1:])
+  attn, delta = model.attention_per_repeat, model.deltanet_per_repeat
+  return (stack(state.slots.k, attn), stack(state.slots.v, attn),
+          stack(state.recurrent.delta, delta), stack(state.recurrent.conv, delta))
+
+
+def _join(x):
+  return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def extend(model: ModelConfig, replay: ReplayConfig, params: Params, split: Params, cache: Slots,
+           node: State, segment: Segment, keep: bool = False):
+  """Runs `segment` forward on (cache, node).
+
+  Returns the node after it, the last layer's output h [B, t, D], and with `keep`
+  what `retract` needs: each layer's input, and attention's output and LSE
+  (otherwise None). The cache is only read: own keys come out of the layer scan
+  and are never copied into it.
+  """
+  view = _view(model, cache, node, segment)
+  tables = layers.rope_tables(model, view.position, attention.at_least_f32(params.embed.dtype))
+
+  def attend(block, h, k_own, v_own, layer, kind):
+    q, k, v, gate = layers.attention_in(model, block, h, tables)
+    put = lambda x, y: lax.dynamic_update_slice_in_dim(x, _head_major(y, x.dtype), view.at, 1)
+    k_own, v_own = put(k_own, k), put(v_own, v)
+    window = _window(model, kind)
+    ranges = _key_ranges(replay, view, k_own, v_own, layer, window)
+    partial = attention.forward(_fold_rows(model, q), _rows(model, replay, view, window), ranges)
+    o, lse = attention.merge(*partial, _row_shape(model, segment))
+    o, lse = _unfold(model, o).astype(h.dtype), _unfold(model, lse)
+    return layers.attention_out(model, block, h, o, gate), k_own, v_own, (o, lse)
+
+  def repeat(h, xs):
+    blocks, k, v, delta, conv, r = xs
+    a, m, ks, vs, deltas, convs, kept = 0, 0, [], [], [], [], []
+    for block, is_split, kind in zip(blocks, split.blocks, model.pattern):
+      block = mesh.gather_tree(block, is_split)
+      kept.append({'h': h})
+      if kind == 'deltanet':
+        h, d, c = layers.delta_layer(model, block, h, delta[m], conv[m], segment.length)
+        deltas, convs, m = deltas + [d], convs + [c], m + 1
+      else:
+        layer = r * model.attention_per_repeat + a
+        h, k1, v1, kept[-1]['attention'] = attend(block, h, k[a], v[a], layer, kind)
+        ks, vs, a = ks + [k1], vs + [v1], a + 1
+    stack = lambda new, old: jnp.stack(new) if new else old
+    out = (stack(ks, k), stack(vs, v), stack(deltas, delta), stack(convs, conv))
+    return h, (out, kept if keep else None)
+
+  h = layers.embed(params, split, segment.tokens)
+  xs = (params.blocks, *_by_repeat(model, node), jnp.arange(model.repeats, dtype=jnp.int32))
+  h, ((k, v, delta, conv), kept) = lax.scan(repeat, h, xs)
+  own = view.own.replace(k=_join(k), v=_join(v))
+  return State(own, Recurrent(_join(delta), _join(conv))), h, kept
+
+
+def _add_at(grads, update, r):
+  """Adds one repeat's gradients to the stacked ones, in place."""
+  def add(total, x):
+    old = lax.dynamic_index_in_dim(total, r, 0, False)
+    return lax.dynamic_update_index_in_dim(total, old + x.astype(total.dtype), r, 0)
+  return jax.tree.map(add, grads, update)
+
+
+def retract(model: ModelConfig, replay: ReplayConfig, params: Params, split: Params, cache: Slots,
+            node: State, before: Recurrent, segment: Segment, kept, dh, dk, dv,
+            dnode: StateCotangent, grads: Params):
+  """Pulls a segment back: the mirror of `extend`, layer by layer in reverse.
+
+  Args:
+    cache, segment, kept: as they were given to and came from `extend`.
+    node: the node after the segment. before: its recurrent state before it.
+    dh: [B, t, D], cotangent of the segment's output h.
+    dk, dv: [L, K, S, h], cotangents of the cache's keys and values.
+    dnode: cotangent of the node after the segment.
+    grads: gradients so far, each device's share where a leaf is whole.
+
+  Returns dk, dv, the cotangent of the node before the segment (the segment's own
+  slots in it are spent), and grads.
+  """
+  view = _view(model, cache, node.replace(slots=node.slots.replace(
+      used=node.slots.used - segment.tokens.size)), segment)
+  tables = layers.rope_tables(model, view.position, attention.at_least_f32(params.embed.dtype))
+
+  def attend_back(block, kept, k_own, v_own, dk_own, dv_own, dh, dk, dv, layer, kind, is_split):
+    h, (o, lse) = kept['h'], kept['attention']
+    first = lambda p, h: layers.attention_in(model, mesh.gather_tree(p, is_split), h, tables)
+    last = lambda p, h, o, gate: layers.attention_out(model, mesh.gather_tree(p, is_split), h, o, gate)
+    (q, k, v, gate), pull_in = jax.vjp(first, block, h)
+    _, pull_out = jax.vjp(last, block, h, o, gate)
+    dp_out, dh_out, do, dgate = pull_out(dh)
+    window, dtype = _window(model, kind), lse.dtype
+    delta = (o.astype(dtype) * do.astype(dtype)).sum(-1)
+    packed = jnp.concatenate([do.astype(dtype), lse[..., None], delta[..., None]], -1)
+    packed = _fold_rows(model, packed)
+    do, lse, delta = packed[..., :-2].astype(q.dtype), packed[..., -2], packed[..., -1]
+    ranges = _key_ranges(replay, view, k_own, v_own, layer, window)
+    dq, ((dk, dv), own) = attention.backward(
+        _fold_rows(model, q), _rows(model, replay, view, window), ranges, lse, do, delta,
+        ((dk, dv), (dk_own[None], dv_own[None])))
+    dq = _unfold(model, mesh.scatter_sum(dq.reshape(*_row_shape(model, segment), -1), 2))
+    spent = lambda x, like: jnp.moveaxis(
+        lax.dynamic_slice_in_dim(x[0], view.at, segment.tokens.size, 1).reshape(
+            model.kv_heads, *segment.tokens.shape, -1), 0, 2).astype(like.dtype)
+    dp_in, dh_in = pull_in((dq.astype(q.dtype), spent(own[0], k), spent(own[1], v), dgate))
+    dp = jax.tree.map(jnp.add, dp_in, dp_out)
+    return dp, dh_in + dh_out, dk, dv, own[0][0], own[1][0]
+
+  def delta_back(block, kept, before, dh, dafter, is_split):
+    f = lambda p, h, d, c: layers.delta_layer(model, mesh.gather_tree(p, is_split), h, d, c, segment.length)
+    out, pull = jax.vjp(f, block, kept['h'], *before)
+    dp, dh, ddelta, dconv = pull(jax.tree.map(lambda c, o: c.astype(o.dtype), (dh, *dafter), out))
+    return dp, dh, ddelta, dconv
+
+  def repeat(carry, xs):
+    dh, dk, dv, grads = carry
+    blocks, (k, v, delta, conv), (dk_own, dv_own, ddelta, dconv), kept, r = xs
+    a, m = model.attention_per_repeat, model.deltanet_per_repeat
+    grads = list(grads)
+    for i in reversed(range(len(model.pattern))):
+      kind, is_split = model.pattern[i], split.blocks[i]
+      if kind == 'deltanet':
+        m -= 1
+        dp, dh, d, c = delta_back(blocks[i], kept[i], (delta[m], conv[m]), dh, (ddelta[m], dconv[m]), is_split)
+        ddelta, dconv = ddelta.at[m].set(d.astype(ddelta.dtype)), dconv.at[m].set(c.astype(dconv.dtype))
+      else:
+        a -= 1
+        layer = r * model.attention_per_repeat + a
+        dp, dh, dk, dv, dk1, dv1 = attend_back(blocks[i], kept[i], k[a], v[a], dk_own[a], dv_own[a],
+                                               dh, dk, dv, layer, kind, is_split)
+        dk_own, dv_own = dk_own.at[a].set(dk1), dv_own.at[a].set(dv1)
+      grads[i] = _add_at(grads[i], dp, r)
+    return (dh, dk, dv, tuple(grads)), (dk_own, dv_own, ddelta, dconv)
+
+  own = _by_repeat(model, State(node.slots, before))
+  down = _by_repeat(model, State(node.slots.replace(k=dnode.k, v=dnode.v), dnode.recurrent))
+  xs = (params.blocks, own, down, kept, jnp.arange(model.repeats, dtype=jnp.int32))
+  (dh, dk, dv, blocks), down = lax.scan(repeat, (dh, dk, dv, grads.blocks), xs, reverse=True)
+  grads = layers.embed_backward(grads.replace(blocks=blocks), split, segment.tokens, dh)
+  k, v, delta, conv = (_join(x) for x in down)
+  return dk, dv, StateCotangent(k, v, Recurrent(delta, conv)), grads

@@ -1,0 +1,154 @@
+"""What every script shares: flags from dataclasses, user mistakes as one sentence, rows.
+
+A script has `define(flags)`, which adds its flags to the given absl FlagValues, and
+`main(flags)`; its last lines are
+
+    if __name__ == '__main__':
+      common.run(define, main)
+"""
+import dataclasses
+import datetime
+import inspect
+import math
+import os
+from pathlib import Path
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import types
+import typing
+
+from absl import flags as absl_flags
+import jax
+import jaxlib
+import numpy as np
+
+from branchreplay.config import UserError
+from branchreplay.metrics import strict_json
+
+ROOT = Path(__file__).resolve().parent.parent
+DEFINE = {bool: absl_flags.DEFINE_bool, int: absl_flags.DEFINE_integer, float: absl_flags.DEFINE_float,
+          str: absl_flags.DEFINE_string, tuple: absl_flags.DEFINE_list}
+
+
+def define_flags(flags: absl_flags.FlagValues, config, prefix: str = '', skip=()) -> None:
+  """Adds a flag --<prefix><field> for each field of the frozen dataclass `config`.
+
+  Defaults are the values of `config`, help texts the comments beside the fields.
+  Fields may be int, float, bool, str, one of these or None, or tuple[str, ...]
+  (commas on the command line); others, and those in `skip`, get no flag.
+  """
+  comments = dict(re.findall(r'^ +(\w+):[^#\n]*#\s*(.*)$', inspect.getsource(type(config)), re.M))
+  for name, kind in _kinds(config, skip).items():
+    default, text = getattr(config, name), comments.get(name, '')
+    DEFINE[kind](prefix + name, list(default) if kind is tuple else default, text, flag_values=flags)
+
+
+def from_flags(flags: absl_flags.FlagValues, config, prefix: str = '', skip=()):
+  """`config` with the values of the flags that `define_flags` made; UserError for NaN."""
+  values = {}
+  for name, kind in _kinds(config, skip).items():
+    value = flags[prefix + name].value
+    if kind is float and value is not None and math.isnan(value):
+      raise UserError(f'flag --{prefix}{name}={value}: it must be a number.')
+    values[name] = tuple(value) if kind is tuple else value
+  return dataclasses.replace(config, **values)
+
+
+def _kinds(config, skip) -> dict:
+  """Field -> the type of its flag, for the fields that have one."""
+  kinds = {}
+  for name, hint in typing.get_type_hints(type(config)).items():
+    if isinstance(hint, types.UnionType) and types.NoneType in hint.__args__:
+      hint = next(kind for kind in hint.__args__ if kind is not types.NoneType)
+    kind = tuple if hint == tuple[str, ...] else hint
+    if kind in DEFINE and name not in skip:
+      kinds[name] = kind
+  return kinds
+
+
+def run(define, main, argv: list[str] | None = None) -> None:
+  """Parses flags, sets JAX up before a backend starts and calls `main(flags)`.
+
+  Adds --dtype and --virtual_devices; `define` may change their default with
+  `flags.set_default`. A user's mistake ends the process with status 2 and one
+  sentence on stderr, an interrupt with 130; any other exception is ours and passes.
+  """
+  argv = sys.argv if argv is None else argv
+  flags = absl_flags.FlagValues()
+  absl_flags.DEFINE_bool('help', False, 'show this text', short_name='h', flag_values=flags)
+  absl_flags.DEFINE_integer('virtual_devices', 8, 'devices a CPU is seen as', lower_bound=1,
+                            flag_values=flags)
+  absl_flags.DEFINE_enum('dtype', 'float32', ['float32', 'bfloat16', 'float64'],
+                         'dtype of the parameters', flag_values=flags)
+  define(flags)
+  try:
+    extra = flags(argv)[1:]
+    if flags.help:
+      print(inspect.getmodule(main).__doc__ or '', flags.get_help(include_special_flags=False), sep='\n')
+      return
+    if extra:
+      raise UserError(f'unexpected argument {extra[0]!r}; flags are written --name=value.')
+    if jax.config.jax_num_cpu_devices != flags.virtual_devices:
+      jax.config.update('jax_num_cpu_devices', flags.virtual_devices)
+    if flags.dtype == 'float64':
+      jax.config.update('jax_enable_x64', True)
+    main(flags)
+  except (UserError, absl_flags.Error) as error:
+    _leave(2, str(error))
+  except RuntimeError as error:
+    if not str(error).startswith('Unable to initialize backend'):
+      raise
+    _leave(2, str(error))
+  except KeyboardInterrupt:
+    _leave(130, 'interrupted by the user.')
+
+
+def _leave(status: int, sentence: str) -> typing.NoReturn:
+  sentence = ' '.join(sentence.split()).rstrip()
+  print(sentence if sentence.endswith(('.', '?')) else sentence + '.', file=sys.stderr, flush=True)
+  raise SystemExit(status) from None
+
+
+def emit(row: dict) -> None:
+  """Prints a row as one line of strict JSON on stdout."""
+  print(strict_json(row), flush=True)
+
+
+def append_row(path: str | os.PathLike, row: dict) -> None:
+  """Appends a row to the JSONL file `path`, made with its folders where it is not there."""
+  try:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(path, 'a', encoding='utf-8') as file:
+      file.write(strict_json(row) + '\n')
+  except OSError as error:
+    raise UserError(f'cannot write {os.fspath(path)!r} ({error.strerror}); choose another place.')
+
+
+def provenance() -> dict:
+  """Where a row comes from: command, versions, commit, devices, CPU cores, UTC time."""
+  device = jax.devices()[0]
+  cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+  return {
+      'command': shlex.join(['bash', 'launch.sh', Path(sys.argv[0]).stem, *sys.argv[1:]]),
+      'commit': commit(),
+      'python': platform.python_version(), 'jax': jax.__version__, 'jaxlib': jaxlib.__version__,
+      'numpy': np.__version__,
+      'platform': device.platform, 'device': device.device_kind, 'devices': jax.device_count(),
+      'cpu_cores': cores,
+      'time': datetime.datetime.now(datetime.timezone.utc).isoformat(timespec='seconds'),
+  }
+
+
+def commit() -> str | None:
+  """Short hash of the commit, `+dirty` if any file but results differs; None outside git."""
+  def git(*arguments):
+    return subprocess.run(['git', '-C', str(ROOT), *arguments], capture_output=True, text=True,
+                          check=True).stdout.strip()
+  try:
+    changes = git('status', '--porcelain', '--', '.', ':!experiments/results')
+    return git('rev-parse', '--short', 'HEAD') + ('+dirty' if changes else '')
+  except (OSError, subprocess.CalledProcessError):
+    return None
