@@ -5,6 +5,7 @@ sentence that says what is wrong and what to do; experiments print it and exit
 with status 2.
 """
 import dataclasses
+import math
 
 LAYER_KINDS = ('full', 'window', 'deltanet')
 ALL_SEGMENTS = 2**30  # more segments than any prefix has
@@ -27,6 +28,7 @@ class ModelConfig:
   head_dim: int = 32  # h
   rope_theta: float = 1e6
   rotary_fraction: float = 1.0  # share of head_dim that is rotated
+  rope_scaling: tuple[float, ...] = ()  # llama3: (factor, low, high frequency factor, positions); (): none
   qk_norm: bool = True  # RMSNorm of each query and key head
   output_gate: bool = False  # sigmoid gate on the attention output (Qwen3-Next)
   window: int = 128  # positions a 'window' layer sees, its own included
@@ -67,8 +69,8 @@ class ReplayConfig:
   branch_capacity: int = 64  # tokens of the longest branch
   replay_batch: int = 1  # branches replayed at once; memory grows with it
   mode: str = 'exact'  # exact | detached | depth=K: prefix segments to pull through
-  key_block: int = 512  # keys per block of the attention loops
-  row_block: int = 1024  # query rows per block of the attention loops
+  key_block: int = 256  # keys per block of the attention loops
+  row_block: int = 128  # query rows per block of the attention loops
   vocab_rows: int = 1024  # positions whose logits exist at once
   shard_params: bool = False  # split parameters and gradients over `seq`
   accumulate_dtype: str = 'float32'  # sums of gradients and of dK/dV
@@ -91,11 +93,78 @@ class ReplayConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ObjectiveConfig:
-  """GRPO (Shao et al. 2024, arXiv:2402.03300)."""
-  clip_low: float = 0.2
-  clip_high: float = 0.2
+  """Coefficients of the objectives; each uses those its docstring names."""
+  clip_low: float = 0.2  # a ratio below 1 - clip_low counts no further
+  clip_high: float = 0.2  # a ratio above 1 + clip_high counts no further
   kl_coef: float = 0.0  # weight of the KL term to the reference policy
-  normalize: str = 'token'  # token: mean over the group's tokens | sequence: mean of sequence means
+  normalize: str = 'token'  # token: mean over tokens | sequence: mean of sequence means | fixed
+  fixed_length: int = 0  # tokens normalize=fixed divides a branch's sum by; 0: the capacity
+  kl_kind: str = 'k3'  # estimator of the KL term: k1 | k2 | k3
+  kl_in: str = 'loss'  # loss | reward: the trainer takes kl_coef KL off the rewards instead
+  kl_weighted: bool = False  # KL term in the loss times the ratio, so that it is right off-policy
+  entropy_coef: float = 0.0  # weight of the entropy bonus
+  importance_cap: float = 2.0  # cap of the trainer/sampler ratio, with a sampler's log-probs; 0: none
+  gamma: float = 1.0  # PPO: discount of a reward one token later
+  lam: float = 0.95  # PPO: lambda of the generalised advantage estimate
+  value_coef: float = 0.5  # PPO: weight of the value loss
+  value_clip: float = 0.2  # PPO: how far a value counts as moved in one rollout; 0: no limit
+  preference_beta: float = 0.1  # DPO and its kin: weight of the margin
+  label_smoothing: float = 0.0  # DPO and its kin: share of pairs taken to be the wrong way round
+  target_margin: float = 0.0  # SimPO: what preference_beta times the margin is to exceed
+
+
+OBJECTIVE_PRESETS = {  # where a paper's coefficients are not the defaults
+    'reinforce': ObjectiveConfig(normalize='fixed', fixed_length=1),
+    'rloo': ObjectiveConfig(normalize='fixed', fixed_length=1),
+    'dapo': ObjectiveConfig(clip_high=0.28),
+    'gspo': ObjectiveConfig(clip_low=3e-4, clip_high=4e-4, normalize='sequence'),
+    'dpo_norm': ObjectiveConfig(preference_beta=5.0),
+    'simpo': ObjectiveConfig(preference_beta=2.0, target_margin=1.0),
+}
+
+
+def objective_preset(name: str) -> ObjectiveConfig:
+  """The coefficients of the paper of the objective called `name`, else the defaults."""
+  return OBJECTIVE_PRESETS.get(name, ObjectiveConfig())
+
+
+QWEN3_5 = ModelConfig(  # what the dense Qwen3.5 models share
+    vocab_size=248320, pattern=('deltanet',) * 3 + ('full',), head_dim=256, rope_theta=1e7,
+    rotary_fraction=0.25, output_gate=True, delta_key_heads=16, delta_key_dim=128, delta_value_dim=128,
+    conv_width=4, norm_offset=1.0)
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+  """Supervised warm-up, then reinforcement learning; defaults are the quickstart's."""
+  task: str = 'needle'  # needle: facts in real text | recall: facts in random filler
+  prompt_len: int = 1024  # tokens of a training prompt
+  prompts: int = 8  # prompts (groups) of an update
+  branches: int = 8  # responses sampled for each prompt
+  steps: int = 400  # updates
+  seed: int = 0  # of initial parameters, data and sampling
+  objective: str = 'grpo'  # see objectives.py
+  full_sequence: bool = False  # train on full sequences by plain autodiff instead of replay
+  inner_epochs: int = 1  # updates on one batch of rollouts
+  groups_at_once: int = 1  # prompts of a device row whose captures are alive at once
+  learning_rate: float = 1e-3  # of AdamW, after the ramp
+  ramp_steps: int = 10  # updates over which the learning rate rises from 0
+  weight_decay: float = 0.01  # of AdamW
+  clip_norm: float = 1.0  # gradients are scaled down to this global norm
+  temperature: float = 1.0  # of sampling; 0: greedy
+  top_p: float = 1.0  # nucleus sampling; 1: off
+  max_new_tokens: int = 2  # longest response
+  drop_nonfinite_rewards: bool = False  # drop responses whose reward is not finite, instead of stopping
+  on_nonfinite: str = 'skip'  # skip | stop, at a loss or gradient that is not finite
+  warmup_updates: int = 120  # most supervised updates on short prompts
+  warmup_len: int = 64  # tokens of a short prompt
+  warmup_prompts: int = 32  # short prompts of an update
+  warmup_long_updates: int = 60  # most supervised updates on prompts of prompt_len
+  warmup_learning_rate: float = 5e-3  # of AdamW in the warm-up
+  warmup_short_reward: float = 0.6  # sampled reward on short prompts that ends the first part
+  warmup_reward: float = 0.25  # sampled reward at prompt_len that ends the warm-up
+  eval_every: int = 40  # updates between evaluations on held-out prompts
+  eval_prompts: int = 64  # held-out prompts of an evaluation
+  eval_samples: int = 4  # responses sampled for each of them
+  checkpoint_every: int = 50  # updates between checkpoints
 
 
 PRESETS = {
@@ -107,6 +176,26 @@ PRESETS = {
     'tiny-window': ModelConfig(
         pattern=('deltanet', 'window'), repeats=2, head_dim=16, rotary_fraction=0.5,
         delta_key_dim=16, delta_value_dim=16, window=96, tied_embeddings=True),
+    # Shapes of public checkpoints, as the config.json on their Hugging Face pages gives them.
+    # Qwen/Qwen3-0.6B, Qwen/Qwen3-8B
+    'qwen3-0.6b': ModelConfig(
+        vocab_size=151936, width=1024, mlp_width=3072, repeats=28, heads=16, kv_heads=8, head_dim=128,
+        tied_embeddings=True),
+    'qwen3-8b': ModelConfig(
+        vocab_size=151936, width=4096, mlp_width=12288, repeats=36, heads=32, kv_heads=8, head_dim=128),
+    # The text part of Qwen/Qwen3.5-0.8B, Qwen/Qwen3.5-4B, Qwen/Qwen3.5-27B (and Qwen/Qwen3.6-27B)
+    'qwen3.5-0.8b': dataclasses.replace(
+        QWEN3_5, width=1024, mlp_width=3584, repeats=6, heads=8, kv_heads=2, delta_value_heads=16,
+        tied_embeddings=True),
+    'qwen3.5-4b': dataclasses.replace(
+        QWEN3_5, width=2560, mlp_width=9216, repeats=8, heads=16, kv_heads=4, delta_value_heads=32,
+        tied_embeddings=True),
+    'qwen3.5-27b': dataclasses.replace(
+        QWEN3_5, width=5120, mlp_width=17408, repeats=16, heads=24, kv_heads=4, delta_value_heads=48),
+    # meta-llama/Llama-3.1-8B
+    'llama-3.1-8b': ModelConfig(
+        vocab_size=128256, width=4096, mlp_width=14336, repeats=32, heads=32, kv_heads=8, head_dim=128,
+        rope_theta=5e5, rope_scaling=(8.0, 1.0, 4.0, 8192.0), qk_norm=False, norm_eps=1e-5),
 }
 
 
@@ -158,8 +247,44 @@ def check_mode(mode: str) -> None:
 
 
 def check_objective(objective: ObjectiveConfig) -> None:
-  """Raises UserError for a coefficient out of range or an unknown normalisation."""
-  _require(objective.normalize in ('token', 'sequence'),
-           f'unknown normalize {objective.normalize!r}; use token or sequence.')
-  for name in ('clip_low', 'clip_high', 'kl_coef'):
-    _require(getattr(objective, name) >= 0, f'{name}={getattr(objective, name)}; it must not be negative.')
+  """Raises UserError for a coefficient out of range or an unknown choice."""
+  for name, choices in (('normalize', ('token', 'sequence', 'fixed')), ('kl_kind', ('k1', 'k2', 'k3')),
+                        ('kl_in', ('loss', 'reward'))):
+    value = getattr(objective, name)
+    _require(value in choices,
+             f'unknown {name} {value!r}; use {", ".join(choices[:-1])} or {choices[-1]}.')
+  for name in ('clip_low', 'clip_high', 'kl_coef', 'fixed_length', 'entropy_coef', 'importance_cap',
+               'value_coef', 'value_clip', 'target_margin'):
+    _require(getattr(objective, name) >= 0,
+             f'{name}={getattr(objective, name)}; it must not be negative.')
+  for name in ('gamma', 'lam'):
+    _require(0 <= getattr(objective, name) <= 1,
+             f'{name}={getattr(objective, name)}; it must be from 0 to 1.')
+  for name in ('kl_coef', 'entropy_coef', 'value_coef', 'preference_beta', 'target_margin'):
+    _require(math.isfinite(getattr(objective, name)),
+             f'{name}={getattr(objective, name)}; it must be finite.')
+  _require(objective.preference_beta > 0,
+           f'preference_beta={objective.preference_beta}; it must be more than 0.')
+  _require(0 <= objective.label_smoothing < 0.5,
+           f'label_smoothing={objective.label_smoothing}; it must be at least 0 and less than 0.5.')
+  _require(not objective.kl_weighted or objective.kl_in == 'loss',
+           'kl_weighted is about the KL term in the loss; use kl_in=loss or leave kl_weighted out.')
+
+
+def check_train(train: TrainConfig, data: int) -> None:
+  """Raises UserError for counts or rates out of range."""
+  for name in ('prompt_len', 'prompts', 'branches', 'inner_epochs', 'groups_at_once', 'max_new_tokens',
+               'eval_every', 'eval_prompts', 'eval_samples', 'checkpoint_every', 'warmup_len', 'warmup_prompts'):
+    _require(getattr(train, name) >= 1, f'{name}={getattr(train, name)}; it must be at least 1.')
+  for name in ('steps', 'learning_rate', 'ramp_steps', 'weight_decay', 'temperature', 'seed', 'warmup_updates',
+               'warmup_long_updates', 'warmup_learning_rate'):
+    _require(getattr(train, name) >= 0, f'{name}={getattr(train, name)}; it must not be negative.')
+  _require(0 < train.top_p <= 1, f'top_p={train.top_p}; it must be above 0 and at most 1.')
+  _require(train.clip_norm > 0, f'clip_norm={train.clip_norm}; it must be positive.')
+  _require(train.on_nonfinite in ('skip', 'stop'), f'unknown on_nonfinite {train.on_nonfinite!r}; use skip or stop.')
+  for name in ('prompts', 'warmup_prompts', 'eval_prompts'):
+    _require(getattr(train, name) % data == 0,
+             f'{name}={getattr(train, name)} is not a multiple of the data axis ({data}); change either.')
+  _require(train.prompts % (data * train.groups_at_once) == 0,
+           f'prompts={train.prompts} is not a multiple of data x groups_at_once '
+           f'({data * train.groups_at_once}); change either.')

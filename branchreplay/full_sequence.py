@@ -115,7 +115,7 @@ def full_sequence_gradient(model, replay, objective, params: Params, split: Para
   dscores = None
   if not objective.separable:
     step = lambda j, s: put(s, one(full, index + j * seq), index + j * seq)
-    dscores = cotangents(jax.tree.map(mesh.sum_over, lax.fori_loop(0, mine, step, zeros())))
+    dscores = cotangents(mesh.sum_over_tree(lax.fori_loop(0, mine, step, zeros())))
 
   def step(j, carry):
     total, scores = carry
@@ -128,7 +128,7 @@ def full_sequence_gradient(model, replay, objective, params: Params, split: Para
 
   total = jax.tree.map(lambda p, g: jnp.zeros(p.shape, g.dtype), full, grads)
   total, scores = lax.fori_loop(0, mine, step, (total, zeros()))
-  scores = jax.tree.map(mesh.sum_over, scores)
+  scores = mesh.sum_over_tree(scores)
   axis = lambda path: mesh.SPLIT_AXIS[path[0].name]
   mine_of = lambda path, g, t, s: g + (mesh.scatter_sum(t, axis(path)) if s else t)
   grads = jax.tree_util.tree_map_with_path(mine_of, grads, total, split)

@@ -24,11 +24,10 @@ from branchreplay.batch import group_spec
 from branchreplay.full_sequence import full_sequence_gradient
 from branchreplay.model import Params
 from branchreplay.objectives import Objective, Scores
-from branchreplay.prefix import CAPTURED_SPEC, Captured, capture, pull, zero_gradients
+from branchreplay.prefix import STACKED_CAPTURED, Captured, capture, pull, zero_gradients
 from branchreplay.replay import Segment, extend, retract
 from branchreplay.state import Recurrent, State, StateCotangent
 
-STACKED_CAPTURED = jax.tree.map(lambda s: P(mesh.DATA, *s), CAPTURED_SPEC, is_leaf=lambda s: isinstance(s, P))
 
 
 @struct.dataclass
@@ -212,6 +211,27 @@ def group_gradient(model, replay, objective: Objective, params: Params, split: P
   return loss, metrics, scores, grads
 
 
+def score_function(mesh_, model, replay, group):
+  """Jitted (params, groups) -> Scores [N, G, R] of stacked groups: old or reference log-probs."""
+  split, specs = _layout(mesh_, model, replay)
+
+  def local(params, groups):
+    def step(_, group):
+      captured = capture(model, replay, params, split, group.prefix, group.prefix_length)
+      scores = score_branches(model, replay, params, split, group, captured)
+      return None, jax.tree.map(lambda s: s[:group.inputs.shape[0]], scores)
+    return lax.scan(step, None, groups)[1]
+
+  return mesh.sharded(mesh_, local, (specs, group_spec(group)), P(mesh.DATA))
+
+
+def _layout(mesh_, model, replay):
+  """Which leaves of the parameters are split over `seq`, and their PartitionSpecs."""
+  shapes, seq = layers.shapes(model), mesh_.shape[mesh.SEQ]
+  return (mesh.split_tree(shapes, seq, replay.shard_params),
+          mesh.parameter_specs(shapes, seq, replay.shard_params))
+
+
 def gradient_function(mesh_, model, replay, objective: Objective, group, full_sequence: bool = False,
                       with_captured: bool = False):
   """Jitted (params, groups[, captured]) -> Result, for stacked groups shaped like `group`.
@@ -220,10 +240,8 @@ def gradient_function(mesh_, model, replay, objective: Objective, group, full_se
   gradients are summed. With `with_captured`, stacked captures of the groups' prefixes.
   full_sequence: by plain autodiff on full sequences.
   """
-  seq, rows = mesh_.shape[mesh.SEQ], mesh_.shape[mesh.DATA]
-  shapes = layers.shapes(model)
-  split = mesh.split_tree(shapes, seq, replay.shard_params)
-  specs = mesh.parameter_specs(shapes, seq, replay.shard_params)
+  rows = mesh_.shape[mesh.DATA]
+  split, specs = _layout(mesh_, model, replay)
   one = full_sequence_gradient if full_sequence else group_gradient
 
   def local(params, groups, captured=None):

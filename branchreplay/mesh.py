@@ -88,6 +88,23 @@ def sum_over(x):
   return lax.psum(x, SEQ)
 
 
+def sum_over_tree(tree, axes=SEQ):
+  """Sum of each leaf over devices, as one collective a dtype.
+
+  One, because independent collectives of eight virtual devices can block all the
+  threads of a small CPU's pool, each waiting for another.
+  """
+  leaves, treedef = jax.tree.flatten(tree)
+  out = list(leaves)
+  for dtype in sorted({x.dtype.name for x in leaves}):
+    at = [i for i, x in enumerate(leaves) if x.dtype.name == dtype]
+    flat = lax.psum(jnp.concatenate([leaves[i].reshape(-1) for i in at]), axes)
+    parts = jnp.split(flat, np.cumsum([leaves[i].size for i in at])[:-1])
+    for i, part in zip(at, parts):
+      out[i] = part.reshape(leaves[i].shape)
+  return treedef.unflatten(out)
+
+
 def own(x, axis: int):
   """This device's slice of `axis` of a replicated array."""
   size = x.shape[axis] // seq_size()
@@ -101,9 +118,12 @@ def gather_tree(tree, split):
 
 def reduce_gradients(grads, split):
   """Sums each device's partial gradients: whole leaves over seq, all over data."""
-  def reduce(g, s):
-    return lax.psum(g, DATA if s else (DATA, SEQ))
-  return jax.tree.map(reduce, grads, split)
+  whole, parts = (jax.tree.map(lambda g, s: g if s == keep else None, grads, split) for keep in (False, True))
+  whole = sum_over_tree(whole, (DATA, SEQ))
+  if jax.tree.leaves(parts):
+    parts = jax.tree.map(lambda g: lax.psum(g, DATA), parts)  # shards: too large to copy into one array
+  pick = lambda w, p: p if w is None else w
+  return jax.tree.map(pick, whole, parts, is_leaf=lambda x: x is None)
 
 
 def sharded(mesh: Mesh, function, in_specs, out_specs, **jit_options):

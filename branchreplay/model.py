@@ -136,6 +136,20 @@ def _norm(model, x, weight):
   return rms_norm(x, weight, model.norm_offset, model.norm_eps)
 
 
+def rope_frequencies(model: ModelConfig) -> np.ndarray:
+  """Radians per position [rotary_dim/2], float64; with `rope_scaling` as in Llama 3.1.
+
+  There wavelengths over positions/low are stretched by `factor`, those under
+  positions/high are kept, and those between are blended.
+  """
+  frequency = model.rope_theta ** (-np.arange(0, model.rotary_dim, 2) / max(model.rotary_dim, 1))
+  if not model.rope_scaling:
+    return frequency
+  factor, low, high, positions = model.rope_scaling
+  kept = np.clip((positions * frequency / (2 * np.pi) - low) / (high - low), 0, 1)
+  return frequency * (kept + (1 - kept) / factor)
+
+
 RADIX = 2048  # positions are split as RADIX * high + low
 
 
@@ -146,7 +160,7 @@ def rope_tables(model: ModelConfig, position, dtype):
   The angles of the two digits of a position stand in float64 tables made on the
   host; the device adds them by the angle-sum identity.
   """
-  frequency = model.rope_theta ** (-np.arange(0, model.rotary_dim, 2) / max(model.rotary_dim, 1))
+  frequency = rope_frequencies(model)
   low = np.arange(RADIX)[:, None] * frequency
   high = np.arange(0, model.max_positions, RADIX)[:, None] * frequency
   digit = lambda table, i: (jnp.asarray(np.cos(table), dtype)[i], jnp.asarray(np.sin(table), dtype)[i])

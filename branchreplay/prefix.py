@@ -31,6 +31,9 @@ class Captured:
 
 CAPTURED_SPEC = Captured(states.STATE_SPEC, Recurrent(P(None, None, None, mesh.SEQ),
                                                       P(None, None, None, None, mesh.SEQ)))
+# Captures of N prefixes, stacked in front.
+STACKED_CAPTURED = jax.tree.map(lambda s: P(mesh.DATA, *s), CAPTURED_SPEC,
+                                is_leaf=lambda s: isinstance(s, P))
 
 
 def segment_count(prefix, length):

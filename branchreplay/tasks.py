@@ -30,6 +30,7 @@ SPLIT_PERIOD = 5  # every fifth file and every fifth fact is for the test
 STOP_TOKEN = ord('\n')
 FACT_LEN = len('#K=d\n')
 QUESTION_LEN = len('\n#K=')
+BRANCH_LEN = QUESTION_LEN + 2  # tokens of a warm-up branch: question, answer, stop
 MIN_PROMPT_LEN = 1 + FACTS * FACT_LEN + QUESTION_LEN
 CORPUS_BYTES = 4 * 2**20  # about as much text as a split reads
 FILLER = np.frombuffer(b'abcdefghijklmnopqrstuvwxyz\n', np.uint8)

@@ -152,3 +152,8 @@ def commit() -> str | None:
     return git('rev-parse', '--short', 'HEAD') + ('+dirty' if changes else '')
   except (OSError, subprocess.CalledProcessError):
     return None
+
+
+def log(text: str) -> None:
+  """Says something to the user, on stderr: stdout is for rows."""
+  print(text, file=sys.stderr, flush=True)

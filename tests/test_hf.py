@@ -1,0 +1,436 @@
+"""Checkpoints: config.json, round trips, layouts, memory, and every bad input by name."""
+import dataclasses
+import json
+from pathlib import Path
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from branchreplay import hf, mesh
+from branchreplay import model as layers
+from branchreplay.config import PRESETS, ModelConfig, ReplayConfig, UserError, preset
+from branchreplay.hf.config import make_config, shortest_pattern
+
+CASES = Path(__file__).parent / 'cases'
+NAMES = ('dense_small', 'dense_tied', 'hybrid_small', 'llama_small', 'mistral_small')
+REPLAY = ReplayConfig(branch_capacity=64)
+SHARDED = dataclasses.replace(REPLAY, shard_params=True)
+
+
+def load(folder, seq=1, dtype='float32'):
+  return hf.load(folder, hf.read_config(folder), mesh.make_mesh(1, seq), SHARDED, dtype)
+
+
+def equal(a, b):
+  """Same structure, dtypes and bytes."""
+  same = jax.tree.map(lambda x, y: x.dtype == y.dtype and np.asarray(x).tobytes() == np.asarray(y).tobytes(), a, b)
+  return all(jax.tree.leaves(same))
+
+
+def rewrite(folder, **entries):
+  """Changes config.json; an entry of None is taken out."""
+  config = {**json.loads((folder / 'config.json').read_text()), **entries}
+  (folder / 'config.json').write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+  """A private copy of the model of a case."""
+  def copy(case='dense_small'):
+    return Path(shutil.copytree(CASES / case / 'model', tmp_path / 'model', copy_function=shutil.copyfile))
+  return copy
+
+
+# ---------------------------------------------------------------- config.json
+
+
+def test_config_of_the_cases():
+  assert hf.read_config(CASES / 'dense_tied/model') == ModelConfig(
+      vocab_size=192, width=64, mlp_width=192, repeats=2, head_dim=64, tied_embeddings=True)
+  assert hf.read_config(CASES / 'hybrid_small/model') == ModelConfig(
+      vocab_size=256, width=64, mlp_width=192, pattern=('deltanet',) * 3 + ('full',), repeats=1, head_dim=64,
+      rope_theta=1e7, rotary_fraction=0.25, output_gate=True, delta_key_dim=64, delta_value_dim=64,
+      norm_offset=1.0)
+  llama = hf.read_config(CASES / 'llama_small/model')
+  assert (llama.rope_scaling, llama.qk_norm, llama.norm_eps) == ((8.0, 1.0, 4.0, 64.0), False, 1e-5)
+  mistral = hf.read_config(CASES / 'mistral_small/model')
+  assert (mistral.pattern, mistral.repeats, mistral.window) == (('window',), 2, 16)
+
+
+def test_shortest_pattern():
+  assert shortest_pattern('aab' * 4) == ('a', 'a', 'b')
+  assert shortest_pattern('aaa') == ('a',)
+  assert shortest_pattern('aabaa') == tuple('aabaa')
+
+
+@pytest.mark.parametrize('name', [name for name in PRESETS if name != 'tiny-window'])
+def test_a_preset_survives_config_json(name, tmp_path):
+  (tmp_path / 'config.json').write_text(json.dumps(make_config(preset(name), 'float32', {})))
+  assert hf.read_config(tmp_path) == preset(name)
+
+
+def test_a_model_that_no_architecture_has_is_refused(tmp_path):
+  with pytest.raises(UserError, match='no Hugging Face architecture'):
+    hf.save(tmp_path, layers.init(preset('tiny-window'), jax.random.key(0)), preset('tiny-window'))
+
+
+def test_parameter_counts_of_presets():
+  """Exactly those of the published checkpoints; the text part of Qwen3.5 has about what its name says."""
+  count = lambda name: sum(int(np.prod(x.shape)) for x in jax.tree.leaves(layers.shapes(preset(name))))
+  right = {'qwen3-0.6b': 596_049_920, 'qwen3-8b': 8_190_735_360, 'llama-3.1-8b': 8_030_261_248}
+  assert {name: count(name) for name in right} == right
+  assert all(count(f'qwen3.5-{size}b') == pytest.approx(size * 1e9, rel=0.07) for size in (0.8, 4, 27))
+
+
+def test_older_forms_of_config_json(checkpoint):
+  folder = checkpoint('llama_small')
+  new = hf.read_config(folder)
+  scaling = {'rope_type': 'llama3', 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0,
+             'original_max_position_embeddings': 64}
+  rewrite(folder, rope_parameters=None, rope_scaling=scaling, rope_theta=1e4, head_dim=None)
+  assert hf.read_config(folder) == dataclasses.replace(new, head_dim=8)
+  rewrite(folder, rope_scaling=None, rope_theta=None)
+  assert hf.read_config(folder).rope_scaling == ()
+
+
+def test_layers_that_config_json_gives_by_rule(checkpoint):
+  folder = checkpoint('dense_small')
+  rewrite(folder, layer_types=None, use_sliding_window=True, sliding_window=32, max_window_layers=1)
+  assert hf.read_config(folder).pattern == ('full', 'window', 'window', 'window')
+  rewrite(folder, use_sliding_window=False)
+  assert hf.read_config(folder).pattern == ('full',)
+
+
+@pytest.mark.parametrize('case, change, sentence', [
+    ('dense_small', {'model_type': 'gpt2'}, "model_type 'gpt2' is not supported; use one of qwen3, "),
+    ('dense_small', {'rope_parameters': {'rope_type': 'yarn', 'rope_theta': 1e6}}, "rope scaling 'yarn' is not"),
+    ('dense_small', {'attention_bias': True}, 'attention_bias is true, but only false is supported'),
+    ('dense_small', {'attention_dropout': 0.1}, 'attention_dropout is 0.1, but only 0 is supported'),
+    ('dense_small', {'hidden_act': 'gelu'}, 'hidden_act is "gelu"'),
+    ('dense_small', {'quantization_config': {'bits': 4}}, 'quantization_config is'),
+    ('dense_small', {'layer_types': ['full_attention']}, 'does not list the 4 layers'),
+    ('dense_small', {'layer_types': ['linear_attention'] * 4}, "layer type 'linear_attention' is not supported"),
+    ('dense_small', {'layer_types': ['sliding_attention'] * 4}, 'sliding_window is null'),
+    ('dense_small', {'hidden_size': 'wide'}, 'hidden_size is "wide"; it must be a positive number'),
+    ('dense_small', {'num_key_value_heads': 3}, 'heads=4 is not a multiple of kv_heads=3'),
+    ('dense_small', {'partial_rotary_factor': 0.5}, 'partial_rotary_factor 0.5 is not supported'),
+    ('hybrid_small', {'attn_output_gate': False}, 'attn_output_gate is false'),
+    ('hybrid_small', {'vocab_size': None}, 'vocab_size is null'),
+    ('hybrid_small', {'output_gate_type': 'sigmoid'}, 'output_gate_type is "sigmoid"'),
+])
+def test_what_the_model_would_not_compute_is_refused(checkpoint, case, change, sentence):
+  folder = checkpoint(case)
+  rewrite(folder, **change)
+  with pytest.raises(UserError) as error:
+    hf.read_config(folder)
+  assert sentence in str(error.value) and str(folder / 'config.json') in str(error.value)
+
+
+def test_config_json_that_is_none(tmp_path):
+  with pytest.raises(UserError, match='cannot be read .No such file'):
+    hf.read_config(tmp_path)
+  for text in ('{', '[]'):
+    (tmp_path / 'config.json').write_text(text)
+    with pytest.raises(UserError, match='is no JSON'):
+      hf.read_config(tmp_path)
+
+
+# ---------------------------------------------------------------- round trips
+
+
+@pytest.mark.parametrize('case', NAMES)
+def test_names_layouts_and_bytes_survive(case, tmp_path):
+  """Loaded over 8 devices and written again: the very tensors of the case, and no others."""
+  folder = CASES / case / 'model'
+  params, model = load(folder, 8), hf.read_config(folder)
+  right = load_file(folder / 'model.safetensors')
+  got = dict(hf.to_hf_tensors(params, model))
+  assert got.keys() == right.keys() and all(np.array_equal(got[name], right[name]) for name in right)
+  hf.save(tmp_path / 'a', params, model, folder)
+  assert hf.read_config(tmp_path / 'a') == model
+  assert equal(load(tmp_path / 'a', 1), params)
+
+
+def test_parameters_lie_where_the_engine_wants_them():
+  folder, devices = CASES / 'hybrid_small/model', mesh.make_mesh(1, 8)
+  shapes = layers.shapes(hf.read_config(folder))
+  wanted = mesh.shardings(devices, mesh.parameter_specs(shapes, 8, True))
+  params = load(folder, 8)
+  assert jax.tree.map(lambda x: x.sharding, params) == wanted
+  assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(lambda x: (x.shape, x.dtype), shapes)
+
+
+def test_query_and_gate_alternate_by_head():
+  folder = CASES / 'hybrid_small/model'
+  fused = load_file(folder / 'model.safetensors')['model.layers.3.self_attn.q_proj.weight']  # [H*2*h, D]
+  mixer = load(folder).blocks[3].mixer
+  assert np.array_equal(mixer.q[0, :, 64:128], fused[128:192].T)  # head 1
+  assert np.array_equal(mixer.gate[0, :, 64:128], fused[192:256].T)
+
+
+@pytest.mark.parametrize('shard_bytes', [10**9, 300_000, 1])
+def test_a_second_export_has_the_same_bytes(shard_bytes, tmp_path):
+  folder = tmp_path / 'source'
+  shutil.copytree(CASES / 'dense_tied/model', folder, copy_function=shutil.copyfile)
+  (folder / 'tokenizer.json').write_text('{"a": 1}')
+  rewrite(folder, eos_token_id=7)
+  params, model = load(folder), hf.read_config(folder)
+  hf.save(tmp_path / 'a', params, model, folder, shard_bytes)
+  hf.save(tmp_path / 'b', load(tmp_path / 'a', 8), model, tmp_path / 'a', shard_bytes)
+  files = sorted(f.name for f in (tmp_path / 'a').iterdir())
+  assert files == sorted(f.name for f in (tmp_path / 'b').iterdir())
+  assert all((tmp_path / 'a' / f).read_bytes() == (tmp_path / 'b' / f).read_bytes() for f in files)
+  assert json.loads((tmp_path / 'a/config.json').read_text())['eos_token_id'] == 7
+  weights = [f for f in files if f.endswith('.safetensors')]
+  assert len(weights) == {10**9: 1, 300_000: 3, 1: 24}[shard_bytes]
+  assert ('model.safetensors.index.json' in files) == (len(weights) > 1) and 'tokenizer.json' in files
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16', 'float32', 'float64'])
+def test_dtypes_on_disk(dtype, tmp_path):
+  """Any float type is read, and cast to the one asked for; each survives a round trip."""
+  model, devices = preset('tiny-hybrid'), mesh.make_mesh(1, 8)
+  params = layers.init(model, jax.random.key(0), jnp.dtype(dtype))
+  hf.save(tmp_path, params, model)
+  again = hf.load(tmp_path, model, devices, SHARDED, dtype)
+  assert equal(again, params)
+  cast = hf.load(tmp_path, model, devices, SHARDED, 'float32')
+  assert equal(cast, jax.tree.map(lambda x: np.asarray(x).astype(np.float32), params))
+
+
+def test_the_text_part_of_a_multimodal_checkpoint(checkpoint):
+  folder = checkpoint('hybrid_small')
+  plain = load(folder)
+  text = json.loads((folder / 'config.json').read_text())
+  text['rope_parameters'] |= {'mrope_interleaved': True, 'mrope_section': [3, 3, 2]}
+  whole = {'model_type': 'qwen3_5', 'architectures': ['Qwen3_5ForConditionalGeneration'], 'text_config': text,
+           'vision_config': {'depth': 1}, 'tie_word_embeddings': False}
+  (folder / 'config.json').write_text(json.dumps(whole))
+  rename = lambda name: name.replace('model.', 'model.language_model.', 1)
+  tensors = {rename(k): v for k, v in load_file(folder / 'model.safetensors').items()}
+  tensors |= {'model.visual.blocks.0.attn.qkv.weight': np.ones((3, 3), np.float32),
+              'mtp.fc.weight': np.ones((2, 2), np.float32)}
+  save_file(tensors, folder / 'model.safetensors')
+  assert equal(load(folder, 8), plain)
+
+
+def test_a_tied_head_may_be_stored_but_must_be_the_embedding(checkpoint):
+  folder = checkpoint('dense_tied')
+  plain, file = load(folder), folder / 'model.safetensors'
+  tensors = load_file(file)
+  tensors['lm_head.weight'] = tensors['model.embed_tokens.weight'].copy()
+  save_file(tensors, file)
+  assert equal(load(folder), plain)
+  tensors['lm_head.weight'][0, 0] += 1
+  save_file(tensors, file)
+  with pytest.raises(UserError, match='lm_head.weight differs from the embedding'):
+    load(folder)
+
+
+def test_loaded_parameters_can_be_donated():
+  params = load(CASES / 'dense_tied/model', 8)
+  right = jax.tree.map(lambda x: np.asarray(x) + 1, params)
+  assert equal(jax.jit(lambda p: jax.tree.map(lambda x: x + 1, p), donate_argnums=0)(params), right)
+
+
+def test_gradients_keep_their_dtype(tmp_path):
+  model = preset('tiny-dense')
+  grads = layers.init(model, jax.random.key(0), jnp.float64)
+  hf.write_gradients(tmp_path / 'g.safetensors', grads, model)
+  held = load_file(tmp_path / 'g.safetensors')
+  assert {x.dtype for x in held.values()} == {np.dtype('float64')}
+  assert np.array_equal(held['model.layers.1.mlp.down_proj.weight'].T, grads.blocks[0].mlp.down[1])
+  with pytest.raises(UserError, match='cannot be written'):
+    hf.write_gradients(tmp_path / 'none/g.safetensors', grads, model)
+
+
+MEASURE = '''
+import resource, sys
+import jax
+jax.config.update('jax_platforms', 'cpu')
+jax.config.update('jax_num_cpu_devices', 8)
+from branchreplay import hf, mesh
+from branchreplay.config import ReplayConfig
+devices, model = mesh.make_mesh(1, 8), hf.read_config(sys.argv[1])
+jax.block_until_ready(jax.numpy.zeros(8))
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+params = hf.load(sys.argv[1], model, devices, ReplayConfig(shard_params=True), sys.argv[2])
+jax.block_until_ready(params)
+print(peak() - before, sum(x.nbytes for x in jax.tree.leaves(params)))
+'''
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_peak_memory_is_the_result_and_the_largest_tensor(dtype, tmp_path):
+  model = ModelConfig(vocab_size=16384, width=512, mlp_width=2048, repeats=20, heads=8, kv_heads=8, head_dim=64)
+  numbers = np.random.default_rng(0)
+  tree = jax.tree.map(lambda x: numbers.random(x.shape, np.float32), layers.shapes(model))
+  hf.save(tmp_path, tree, model)
+  del tree
+  root = Path(__file__).parent.parent
+  done = subprocess.run([sys.executable, '-c', MEASURE, tmp_path, dtype], cwd=root, capture_output=True, text=True)
+  assert done.returncode == 0, done.stderr
+  peak, size = map(int, done.stdout.split())
+  assert peak < 1.3 * size + 16384 * 512 * 4
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def refused(folder, *sentences):
+  with pytest.raises(UserError) as error:
+    load(folder)
+  assert all(text in str(error.value) for text in sentences), error.value
+
+
+@pytest.mark.parametrize('size', [-8, 100, 4, 0])
+def test_a_truncated_file_is_named(checkpoint, size):
+  folder = checkpoint()
+  file = folder / 'model.safetensors'
+  file.write_bytes(file.read_bytes()[:size])
+  refused(folder, str(file), 'truncated or corrupt')
+
+
+def test_a_corrupt_header_is_named(checkpoint):
+  folder = checkpoint()
+  file = folder / 'model.safetensors'
+  file.write_bytes(file.read_bytes().replace(b'"dtype"', b'"dtyqe"'))
+  refused(folder, str(file), 'truncated or corrupt')
+
+
+@pytest.mark.parametrize('name', ['pytorch_model.bin', 'model.pt'])
+def test_pickled_weights_are_refused(checkpoint, name):
+  folder = checkpoint()
+  (folder / 'model.safetensors').rename(folder / name)
+  refused(folder, f'pickled weights ({name})', 'can run any code')
+
+
+def test_no_weights_at_all(checkpoint, tmp_path):
+  folder = checkpoint()
+  (folder / 'model.safetensors').unlink()
+  refused(folder, 'neither model.safetensors nor')
+  with pytest.raises(UserError, match='is no folder'):
+    hf.load(tmp_path / 'none', preset('tiny-dense'), mesh.make_mesh(1, 1), REPLAY)
+
+
+def change_tensors(folder, change):
+  tensors = load_file(folder / 'model.safetensors')
+  change(tensors)
+  save_file(tensors, folder / 'model.safetensors')
+
+
+@pytest.mark.parametrize('change, sentences', [
+    (lambda t: t.pop('model.layers.2.mlp.up_proj.weight'), ['lacks 1 tensors', 'model.layers.2.mlp.up_proj.weight']),
+    (lambda t: [t.pop(k) for k in list(t) if '.3.' in k], ['lacks 11 tensors', 'layers.3.', 'and 8 more']),
+    (lambda t: t.update({'model.layers.0.self_attn.q_proj.bias': np.ones(3, np.float32)}),
+     ['no place for: model.layers.0.self_attn.q_proj.bias']),
+    (lambda t: t.update({'model.norm.weight': np.ones(63, np.float32)}), ['model.norm.weight has shape [63]', '[64]']),
+    (lambda t: t.update({'model.norm.weight': np.ones(64, np.int8)}), ['model.norm.weight is I8']),
+])
+def test_tensors_that_do_not_fit_are_named(checkpoint, change, sentences):
+  folder = checkpoint()
+  change_tensors(folder, change)
+  refused(folder, str(folder), *sentences)
+
+
+@pytest.mark.parametrize('place, sentence', [
+    ('gone.safetensors', "names 'gone.safetensors', which is missing"),
+    ('../model.safetensors', 'outside the folder'),
+    ('/etc/model.safetensors', 'outside the folder'),
+    ('pytorch_model.bin', 'is no safetensors file'),
+    (3, 'has no weight_map'),
+])
+def test_an_index_that_points_wrong(checkpoint, place, sentence):
+  folder = checkpoint()
+  (folder / 'model.safetensors').rename(folder / 'part.safetensors')
+  index = folder / 'model.safetensors.index.json'
+  index.write_text(json.dumps({'weight_map': {'model.norm.weight': place}}))
+  refused(folder, str(index), sentence)
+
+
+def test_an_index_that_promises_too_much(checkpoint):
+  folder = checkpoint()
+  (folder / 'model.safetensors').rename(folder / 'part.safetensors')
+  (folder / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': {'x': 'part.safetensors'}}))
+  refused(folder, 'places x in part.safetensors, which lacks them')
+
+
+def test_exports_spare_what_is_there(tmp_path):
+  model = preset('tiny-dense')
+  params = layers.init(model, jax.random.key(0))
+  hf.save(tmp_path / 'a', params, model, shard_bytes=100_000)
+  with pytest.raises(UserError, match='holds other weights'):
+    hf.save(tmp_path / 'a', params, model)
+  with pytest.raises(UserError, match='export to another folder'):
+    hf.save(tmp_path / 'a', params, model, source=tmp_path / 'a')
+
+
+def test_float64_without_64_bits(monkeypatch):
+  with jax.enable_x64(False), pytest.raises(UserError, match='64-bit'):
+    load(CASES / 'dense_tied/model', dtype='float64')
+
+
+# ---------------------------------------------------------------- batch.npz
+
+
+def write_batch(folder, **changes):
+  held = {**np.load(CASES / 'dense_small/batch.npz'), **changes}
+  np.savez(folder / 'batch.npz', **{k: v for k, v in held.items() if v is not None})
+
+
+def read(folder, **sizes):
+  replay = ReplayConfig(**{'branch_capacity': 32, **sizes})
+  return hf.read_batch(folder, hf.read_config(CASES / 'dense_small/model'), replay, np.float64)
+
+
+def test_batch(tmp_path):
+  mask = np.load(CASES / 'dense_small/batch.npz')['response_mask'].copy()
+  mask[0, 3] = 0  # a token inside that does not count
+  mask[2] = 0
+  write_batch(tmp_path, response_mask=mask)
+  group = read(tmp_path)
+  assert group.length.tolist() == [23, 18, 0, 7] and int(group.prefix_length) == 202
+  assert group.mask.dtype == np.float64 and np.array_equal(group.mask[:, :23], mask)
+  held = np.load(tmp_path / 'batch.npz')
+  assert np.array_equal(group.targets[0, :23], held['responses'][0])
+  assert np.array_equal(group.inputs[1, 1:18], held['responses'][1, :17]) and group.inputs[1, 0] == held['prompt'][-1]
+  assert np.array_equal(group.old_logprobs[1, :18], held['old_logprobs'][1, :18].astype(np.float64))
+
+
+@pytest.mark.parametrize('changes, sentence', [
+    ({'advantages': None, 'prompt': None}, 'lacks prompt, advantages; it needs'),
+    ({'advantages': np.zeros((4, 23), np.float32)}, 'advantages has shape [4, 23]'),
+    ({'old_logprobs': np.zeros((4, 22), np.float32)}, 'old_logprobs has shape [4, 22], responses [4, 23]'),
+    ({'responses': np.zeros(4, np.int32)}, 'responses has shape [4]; it must be [branches, tokens]'),
+    ({'prompt': np.zeros(0, np.int32)}, 'prompt has shape [0]'),
+    ({'prompt': np.zeros(3)}, 'prompt is float64; it must be integers'),
+    ({'response_mask': np.full((4, 23), 2)}, 'other values than 0 and 1'),
+    ({'advantages': np.full(4, np.nan)}, 'advantages must be finite'),
+    ({'responses': np.array([[{}]])}, 'is no archive of plain arrays'),
+    ({'prompt': np.full(5, 256)}, 'token id 256, outside the vocabulary of 256'),
+])
+def test_bad_batches(tmp_path, changes, sentence):
+  write_batch(tmp_path, **changes)
+  with pytest.raises(UserError) as error:
+    read(tmp_path)
+  assert sentence in str(error.value)
+
+
+def test_batches_that_are_none_or_too_long(tmp_path):
+  with pytest.raises(UserError, match='cannot be read'):
+    read(tmp_path)
+  for content in (b'', b'PK\3\4 no archive', b'text'):
+    (tmp_path / 'batch.npz').write_bytes(content)
+    with pytest.raises(UserError, match='is no archive of plain arrays'):
+      read(tmp_path)
+  write_batch(tmp_path)
+  with pytest.raises(UserError, match='raise --branch_capacity to 23'):
+    read(tmp_path, branch_capacity=16, branch_segment_len=16)
