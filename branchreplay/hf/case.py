@@ -36,7 +36,8 @@ def _arrays(file: Path) -> dict:
         raise UserError(f'{file} lacks {", ".join(missing)}; it needs {", ".join(INTEGERS + NUMBERS)}.')
       return {key: held[key] for key in INTEGERS + NUMBERS}
   except OSError as error:
-    raise UserError(f'{file} cannot be read ({error.strerror or error}); name a case folder that holds it.')
+    reason = error.strerror or error
+    raise UserError(f'{file} cannot be read ({reason}); name a case folder that holds it.')
   except (ValueError, EOFError, zipfile.BadZipFile, TypeError) as error:
     raise UserError(f'{file} is no archive of plain arrays ({error}); write it with numpy.savez.')
 
@@ -45,13 +46,15 @@ def _check(file: Path, batch: dict) -> None:
   matrix = batch['responses'].shape
   if len(matrix) != 2:
     raise UserError(f'{file}: responses has shape {list(matrix)}; it must be [branches, tokens].')
-  shapes = {'response_mask': matrix, 'advantages': matrix[:1], 'old_logprobs': matrix, 'ref_logprobs': matrix}
+  shapes = {'response_mask': matrix, 'advantages': matrix[:1], 'old_logprobs': matrix,
+            'ref_logprobs': matrix}
   for key, shape in shapes.items():
     if batch[key].shape != shape:
       raise UserError(f'{file}: {key} has shape {list(batch[key].shape)}, responses {list(matrix)}; '
                       f'it must be {list(shape)}.')
   if batch['prompt'].ndim != 1 or not batch['prompt'].size:
-    raise UserError(f'{file}: prompt has shape {list(batch["prompt"].shape)}; it must be a row of token ids.')
+    raise UserError(f'{file}: prompt has shape {list(batch["prompt"].shape)}; '
+                    'it must be a row of token ids.')
   for key in INTEGERS:
     if not np.issubdtype(batch[key].dtype, np.integer):
       raise UserError(f'{file}: {key} is {batch[key].dtype}; it must be integers.')

@@ -1,5 +1,6 @@
 """config.json <-> ModelConfig, for the architectures that the model computes exactly."""
 import json
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -106,7 +107,7 @@ def _refuse_what_differs(file, config) -> None:
 
 def _number(file, config, key, default=None) -> float:
   value = default if config.get(key) is None else config[key]
-  if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+  if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
     raise UserError(f'{file}: {key} is {json.dumps(value)}; it must be a positive number.')
   return float(value)
 
@@ -151,7 +152,8 @@ def _rope(file, config) -> dict:
     raise UserError(f'{file}: RoPE parameters for each layer type are not supported.')
   kind = rope.get('rope_type', rope.get('type', 'default'))
   if kind not in ('default', 'llama3'):
-    raise UserError(f'{file}: rope scaling {kind!r} is not supported; use a checkpoint with default or llama3.')
+    raise UserError(f'{file}: rope scaling {kind!r} is not supported; '
+                    'use a checkpoint with default or llama3.')
   both = {**config, **rope}
   fraction = _number(file, both, 'partial_rotary_factor', family.rotary_fraction)
   if fraction > 1 or (fraction < 1 and family.rotary_fraction == 1):
@@ -201,7 +203,8 @@ def make_config(model: ModelConfig, dtype: str, base: dict) -> dict:
       config['use_sliding_window'] = windowed
   config.setdefault('max_position_embeddings', model.max_positions)
   return config | {
-      'architectures': [FAMILIES[name].architecture], 'model_type': name, 'dtype': dtype, 'torch_dtype': dtype,
+      'architectures': [FAMILIES[name].architecture], 'model_type': name,
+      'dtype': dtype, 'torch_dtype': dtype,
       'vocab_size': model.vocab_size, 'hidden_size': model.width, 'intermediate_size': model.mlp_width,
       'num_hidden_layers': model.layers, 'num_attention_heads': model.heads,
       'num_key_value_heads': model.kv_heads, 'head_dim': model.head_dim, 'hidden_act': 'silu',

@@ -23,27 +23,31 @@ class Tensor(NamedTuple):
 
 
 ATTENTION = {'q': 'q_proj', 'k': 'k_proj', 'v': 'v_proj', 'out': 'o_proj'}
-DELTANET = {'qkv': 'in_proj_qkv', 'z': 'in_proj_z', 'beta': 'in_proj_b', 'decay': 'in_proj_a', 'out': 'out_proj'}
+DELTANET = {'qkv': 'in_proj_qkv', 'z': 'in_proj_z', 'beta': 'in_proj_b', 'decay': 'in_proj_a',
+            'out': 'out_proj'}
 MLP = {'gate': 'gate_proj', 'up': 'up_proj', 'down': 'down_proj'}
 
 
 def _layer(model: ModelConfig, kind: str) -> list:
   """(name, leaves, form) of a layer's tensors."""
+  def matrices(theirs, ours, table):
+    return [(f'{theirs}.{name}.weight', (f'{ours}/{leaf}',), 'matrix') for leaf, name in table.items()]
+
   rows = [('input_layernorm.weight', ('norm',), 'plain')]
   if kind == 'deltanet':
-    rows += [(f'linear_attn.{name}.weight', (f'mixer/{leaf}',), 'matrix') for leaf, name in DELTANET.items()]
+    rows += matrices('linear_attn', 'mixer', DELTANET)
     rows += [('linear_attn.conv1d.weight', ('mixer/conv',), 'conv'),
              ('linear_attn.A_log', ('mixer/a_log',), 'plain'),
              ('linear_attn.dt_bias', ('mixer/dt_bias',), 'plain'),
              ('linear_attn.norm.weight', ('mixer/norm',), 'plain')]
   else:
-    rows += [(f'self_attn.{name}.weight', (f'mixer/{leaf}',), 'matrix') for leaf, name in ATTENTION.items()]
+    rows += matrices('self_attn', 'mixer', ATTENTION)
     if model.output_gate:
       rows[1] = ('self_attn.q_proj.weight', ('mixer/q', 'mixer/gate'), 'query_gate')
     if model.qk_norm:
       rows += [(f'self_attn.{x}_norm.weight', (f'mixer/{x}_norm',), 'plain') for x in 'qk']
   rows.append(('post_attention_layernorm.weight', ('mlp_norm',), 'plain'))
-  return rows + [(f'mlp.{name}.weight', (f'mlp/{leaf}',), 'matrix') for leaf, name in MLP.items()]
+  return rows + matrices('mlp', 'mlp', MLP)
 
 
 def tensors(model: ModelConfig) -> list[Tensor]:
@@ -59,8 +63,9 @@ def tensors(model: ModelConfig) -> list[Tensor]:
   out = [tensor('model.embed_tokens.weight', ('embed',), None, 'plain')]
   for layer in range(model.layers):
     row, place = divmod(layer, len(model.pattern))
-    out += [tensor(f'model.layers.{layer}.{name}', tuple(f'blocks/{place}/{leaf}' for leaf in leaves), row, form)
-            for name, leaves, form in _layer(model, model.pattern[place])]
+    for name, leaves, form in _layer(model, model.pattern[place]):
+      paths = tuple(f'blocks/{place}/{leaf}' for leaf in leaves)
+      out.append(tensor(f'model.layers.{layer}.{name}', paths, row, form))
   out.append(tensor('model.norm.weight', ('norm',), None, 'plain'))
   if not model.tied_embeddings:
     out.append(tensor('lm_head.weight', ('head',), None, 'plain'))

@@ -28,7 +28,8 @@ FLOATS = ('F64', 'F32', 'F16', 'BF16')
 UNUSED = ('mtp.', 'model.visual.')  # a multimodal checkpoint's other parts
 
 
-def load(folder, model: ModelConfig, mesh_: jax.sharding.Mesh, replay: ReplayConfig, dtype='float32') -> Params:
+def load(folder, model: ModelConfig, mesh_: jax.sharding.Mesh, replay: ReplayConfig,
+         dtype='float32') -> Params:
   """Parameters of a checkpoint folder, in `dtype`, sharded as the engine wants them.
 
   Peak host memory beyond the result is about the largest tensor. UserError names
@@ -113,8 +114,8 @@ def _files(folder: Path) -> dict:
   if not index.is_file():
     pickled = sorted(f.name for f in folder.iterdir() if f.suffix in PICKLED)
     if pickled:
-      raise UserError(f'{folder} holds pickled weights ({pickled[0]}), which can run any code when loaded; '
-                      'convert them to safetensors.')
+      raise UserError(f'{folder} holds pickled weights ({pickled[0]}), which can run any code when '
+                      'loaded; convert them to safetensors.')
     raise UserError(f'{folder} holds neither {ONE_FILE} nor {INDEX}; name a checkpoint folder.')
   places, files = read_json(index).get('weight_map'), {}
   if not isinstance(places, dict) or not all(isinstance(f, str) for f in places.values()):
@@ -149,8 +150,8 @@ def _check_names(folder, model, held: dict, wanted) -> None:
     _check_tied(held)
     extra -= {'lm_head.weight'}
   if extra:
-    raise UserError(f'{folder} holds {len(extra)} tensors that this model has no place for: {_some(extra)}; '
-                    'use the config.json that belongs to the weights.')
+    raise UserError(f'{folder} holds {len(extra)} tensors that this model has no place for: '
+                    f'{_some(extra)}; use the config.json that belongs to the weights.')
   for tensor in wanted:
     opened, name, file = held[tensor.name]
     found = opened.get_slice(name)
@@ -159,7 +160,8 @@ def _check_names(folder, model, held: dict, wanted) -> None:
       raise UserError(f'{file}: {name} has shape {list(shape)}, this model needs {list(tensor.shape)}; '
                       'use the config.json that belongs to the weights.')
     if kind not in FLOATS:
-      raise UserError(f'{file}: {name} is {kind}; only {", ".join(FLOATS)} are read, so use unquantised weights.')
+      raise UserError(f'{file}: {name} is {kind}; only {", ".join(FLOATS)} are read, '
+                      'so use unquantised weights.')
 
 
 def _check_tied(held: dict) -> None:
@@ -167,8 +169,8 @@ def _check_tied(held: dict) -> None:
   head, table = (opened.get_tensor(name) for opened, name, _ in
                  (held['lm_head.weight'], held['model.embed_tokens.weight']))
   if head.dtype != table.dtype or head.shape != table.shape or head.tobytes() != table.tobytes():
-    raise UserError(f'{held["lm_head.weight"][2]}: lm_head.weight differs from the embedding it is tied to; '
-                    'set tie_word_embeddings to false.')
+    raise UserError(f'{held["lm_head.weight"][2]}: lm_head.weight differs from the embedding it is tied '
+                    'to; set tie_word_embeddings to false.')
 
 
 def _read(held: dict, tensor) -> np.ndarray:

@@ -3,7 +3,6 @@
 What is written depends on the arguments only: a second export has the same bytes.
 A file appears under its name when it is whole.
 """
-import functools
 import json
 import os
 from pathlib import Path
@@ -39,12 +38,13 @@ def to_hf_tensors(tree: Params, model: ModelConfig):
 def _host(leaf, row: int | None) -> np.ndarray:
   if isinstance(leaf, jax.Array):
     if not leaf.is_fully_addressable:
-      raise UserError('weights are written by one process that holds them all; export from a checkpoint.')
+      raise UserError('weights are written by one process that holds them all; '
+                      'export from a checkpoint.')
     return np.asarray(leaf if row is None else _row(leaf, np.int32(row)))
   return leaf if row is None else leaf[row]
 
 
-@functools.partial(jax.jit)
+@jax.jit
 def _row(leaf, i):
   return lax.dynamic_index_in_dim(leaf, i, 0, False)
 
@@ -54,7 +54,8 @@ def write_gradients(path, grads: Params, model: ModelConfig) -> None:
   _write(Path(path), _plan(grads, model), (array for _, array in to_hf_tensors(grads, model)))
 
 
-def save(folder, params: Params, model: ModelConfig, source=None, shard_bytes: int = 5_000_000_000) -> None:
+def save(folder, params: Params, model: ModelConfig, source=None,
+         shard_bytes: int = 5_000_000_000) -> None:
   """Writes a checkpoint folder that `load` and transformers read.
 
   Args:
@@ -67,7 +68,8 @@ def save(folder, params: Params, model: ModelConfig, source=None, shard_bytes: i
   folder = Path(folder)
   base = read_json(Path(source) / 'config.json') if source is not None else {}
   if source is not None and folder.resolve() == Path(source).resolve():
-    raise UserError(f'{folder} is the checkpoint that the training began with; export to another folder.')
+    raise UserError(f'{folder} is the checkpoint that the training began with; '
+                    'export to another folder.')
   plan = _plan(params, model)
   dtype = next(dtype for dtype, code in DTYPES.items() if code == plan[0][1])
   config = make_config(model, dtype, base)
@@ -123,7 +125,10 @@ def _claim(folder: Path, shards: dict) -> None:
 
 
 def _write_json(file: Path, value: dict) -> None:
-  file.write_text(json.dumps(value, indent=2, sort_keys=True) + '\n', encoding='utf-8')
+  try:
+    file.write_text(json.dumps(value, indent=2, sort_keys=True) + '\n', encoding='utf-8')
+  except OSError as error:
+    raise UserError(f'{file} cannot be written ({error.strerror}); choose another place.')
 
 
 def _write(file: Path, plan: list, arrays) -> None:
