@@ -160,7 +160,7 @@ class TrainConfig:
   warmup_long_updates: int = 60  # most supervised updates on prompts of prompt_len
   warmup_learning_rate: float = 5e-3  # of AdamW in the warm-up
   warmup_short_reward: float = 0.6  # sampled reward on short prompts that ends the first part
-  warmup_reward: float = 0.25  # sampled reward at prompt_len that ends the warm-up
+  warmup_reward: float = 0.3  # sampled reward at prompt_len that ends the warm-up
   eval_every: int = 40  # updates between evaluations on held-out prompts
   eval_prompts: int = 64  # held-out prompts of an evaluation
   eval_samples: int = 4  # responses sampled for each of them

@@ -52,7 +52,7 @@ def _view(model: ModelConfig, cache: Slots, node: State, segment: Segment) -> Vi
   group, steps = model.heads // model.kv_heads, t * mesh.seq_size()
   row = mesh.seq_index() * t + jnp.arange(t, dtype=jnp.int32)
   position = segment.start + row
-  valid = row < segment.length[:, None]
+  valid = row[None] < segment.length[:, None]
   fold = lambda x, shape: jnp.broadcast_to(x, shape).reshape(-1)
   branch = jnp.arange(batch, dtype=jnp.int32)[:, None]
   put = lambda x, y: lax.dynamic_update_slice_in_dim(x, y, node.slots.used, 0)

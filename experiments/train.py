@@ -40,8 +40,8 @@ def define(flags):
 class Where:
   model: str = 'tiny-hybrid'  # preset, see config.py
   workdir: str = 'runs/train'  # folder of the run; a stopped run in it is taken up
-  data: int = 1  # devices of the data axis: groups side by side
-  seq: int | None = None  # devices of the seq axis; all there are
+  data: int | None = None  # devices of the data axis: groups side by side; 4 of 8, 1 if fewer
+  seq: int | None = None  # devices of the seq axis; the rest
 
 
 class Run(NamedTuple):
@@ -66,9 +66,16 @@ class Learner(NamedTuple):
 # ---------------------------------------------------------------- set-up
 
 
+def fit_mesh(where: Where) -> Where:
+  """Fills in the data axis: on small virtual devices groups side by side cost fewer collectives."""
+  if where.data is None:
+    return dataclasses.replace(where, data=4 if where.seq is None and jax.device_count() % 8 == 0 else 1)
+  return where
+
+
 def make_run(flags) -> Run:
   """Configurations from flags, checked against each other and the devices."""
-  where, train = common.from_flags(flags, Where()), common.from_flags(flags, TrainConfig())
+  where, train = fit_mesh(common.from_flags(flags, Where())), common.from_flags(flags, TrainConfig())
   objective = common.from_flags(flags, ObjectiveConfig())
   replay = common.from_flags(flags, REPLAY, skip=('accumulate_dtype',))
   fitted = dict(prefix_capacity=replay.prefix_capacity or train.prompt_len,
@@ -189,7 +196,7 @@ def warm_up(run: Run, evaluate, writer) -> Any:
   params, opt_state, cursor, gradient = learner.params, learner.opt_state, 0, None
   corpora = tasks.make_task(train.task, train.prompt_len).corpora
   parts = [(train.warmup_len, train.warmup_prompts, train.warmup_updates, train.warmup_short_reward, 10),
-           (train.prompt_len, train.prompts, train.warmup_long_updates, train.warmup_reward, 4)]
+           (train.prompt_len, train.prompts, train.warmup_long_updates, train.warmup_reward, 2)]
   for length, prompts, updates, enough, every in parts:
     task, reward = tasks.make_task(train.task, length, corpora), None
     for i in range(updates):

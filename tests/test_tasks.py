@@ -83,16 +83,21 @@ def test_needle_reads_the_split_it_is_asked_for(needle):
       assert haystack in needle.corpora[split] + needle.corpora[split][:300]
 
 
-def test_splits_share_no_file_and_no_fact():
+def test_splits_share_no_file():
   train, test = tasks.source_files('train'), tasks.source_files('test')
   assert len(train) > len(test) > 20
   assert sorted(train + test) == sorted(set(train + test))
   assert not any('site-packages' in path for path in train + test)
-  facts = {split: {(k, d) for k in range(8) for d in tasks.split_digits(k, split)}
-           for split in tasks.SPLITS}
-  assert not facts['train'] & facts['test']
-  assert len(facts['train']) == 64 and len(facts['test']) == 16
-  assert tasks.split_digits(3, 'test') == [2, 7]
+
+
+@pytest.mark.parametrize('name', tasks.TASKS)
+def test_splits_share_no_set_of_facts(needle, name):
+  task = tasks.make_task(name, 64, needle.corpora)
+  seen = {split: {tuple(sorted(FACT.findall(tokenizer.decode(tasks.warmup_example(task, split, i, 0).prompt))))
+                  for i in range(500)} for split in tasks.SPLITS}
+  assert not seen['train'] & seen['test'] and len(seen['train']) > 490
+  assert tasks.split_of([('A', 5), ('B', 0), ('C', 1), ('D', 3)]) == 'test'  # 5 + 0 + 3 + 12 = 20
+  assert tasks.split_of([('A', 5), ('B', 0), ('C', 1), ('D', 2)]) == 'train'
 
 
 def test_corpus_is_capped_and_holds_no_fact(needle):
@@ -142,11 +147,13 @@ def test_depths_letters_and_digits_are_spread(needle):
 def test_recall_is_the_same_on_every_machine():
   task = tasks.make_task('recall', 257)
   item = tasks.example(task, 'train', 0, 0)
-  assert tokenizer.decode(item.prompt[:27]) == '\n#C=1\ntropzhwsakxoautwecxao'
+  assert tokenizer.decode(item.prompt[:27]) == '
+#C=1
+tropzhwsakxoautwecxao'
   assert tokenizer.decode(item.prompt[-4:]) == '\n#A='
   assert tokenizer.decode(item.answer) == '6\n'
-  golden = {'train': 'bc5e6ff98e33b03735864e96aad251de5e747d6f8a847fbdf7b5ade609740e74',
-            'test': 'c9bdd0f9b6373750e5f94d030b3aa42bbe11d31c0d1ab1dad71e733053d8426c'}
+  golden = {'train': '2b45fe3a75528b3d96931e3a14376a3ddf936d535dbc29f6b9862b0ca807d474',
+            'test': '8b263415786012c991c96186ab033af5120fdf20e5d8a1cd928c363c4a23b1e0'}
   for split, digest in golden.items():
     prompts = [tasks.example(task, split, index, 7).prompt for index in range(8)]
     data = b''.join(prompt.astype('<i4').tobytes() for prompt in prompts)

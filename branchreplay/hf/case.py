@@ -28,6 +28,14 @@ def read_batch(folder, model: ModelConfig, replay: ReplayConfig, dtype=np.float3
                     ref_logprobs=rows('ref_logprobs'), dtype=dtype)
 
 
+def batch_sizes(folder) -> dict:
+  """prefix_len, branches and branch_len of the group in `folder`/batch.npz."""
+  batch = _arrays(Path(folder) / 'batch.npz')
+  _check(Path(folder) / 'batch.npz', batch)
+  branches, branch_len = batch['responses'].shape
+  return {'prefix_len': batch['prompt'].size, 'branches': branches, 'branch_len': branch_len}
+
+
 def _arrays(file: Path) -> dict:
   try:
     with np.load(file, allow_pickle=False) as held:

@@ -1,0 +1,166 @@
+"""Invariants 1-7 of the design: branch replay against plain autodiff on full sequences."""
+import dataclasses
+import functools
+
+from hypothesis import given, settings, strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from branchreplay import config, full_sequence, gradients, mesh, model, objectives, prefix
+from tests.engine import DEEP, OBJECTIVE, REPLAY, SMALL, distance, flat, function, gradient, make, parameters
+
+RAGGED = [20, 0, 1, 9, 8]
+
+
+@pytest.mark.parametrize('devices, changes', [(1, {}), (2, {'shard_params': True}), (8, {})])
+def test_exact_equals_full_sequences_float64(devices, changes):
+  group = make(DEEP, 77, RAGGED)
+  got, want = gradient(DEEP, group, devices, **changes), gradient(DEEP, group, 1, full_sequence=True)
+  assert distance(got, want) <= 1e-10
+  np.testing.assert_allclose(got.loss, want.loss, rtol=1e-12)
+  mask = group.mask > 0
+  np.testing.assert_allclose(got.scores.logprob[mask], want.scores.logprob[mask], atol=1e-12)
+  np.testing.assert_allclose(got.scores.entropy[mask], want.scores.entropy[mask], atol=1e-12)
+
+
+@pytest.mark.parametrize('name', ['tiny-dense', 'tiny-window'])
+def test_presets_are_exact(name):
+  shape = config.preset(name)
+  group = make(shape, 77, RAGGED)
+  assert distance(gradient(shape, group, 8), gradient(shape, group, 1, full_sequence=True)) <= 1e-10
+
+
+def test_float32_is_as_good_as_full_sequences():
+  shape = config.preset('tiny-hybrid')
+  group = make(shape, 90, RAGGED)
+  truth = gradient(shape, group, 1, full_sequence=True)
+  single = jax.tree.map(lambda x: x.astype(np.float32) if x.dtype == np.float64 else x, group)
+  # Same values in both precisions: parameters are drawn in float32.
+  got = gradient(shape, single, 8, dtype='float32', accumulate_dtype='float32')
+  plain = gradient(shape, single, 1, full_sequence=True, dtype='float32', accumulate_dtype='float32')
+  assert distance(got, truth) <= min(1e-4, 3 * distance(plain, truth))
+
+
+def test_full_sequence_equals_one_plain_grad():
+  """The reference itself, against jax.grad of the objective of all log-probs at once."""
+  group = make(SMALL, 30, [5, 3, 0, 8])
+  one = jax.tree.map(lambda x: x[0], group)
+  objective = objectives.make_objective('grpo', OBJECTIVE)
+
+  def loss(params):
+    rows = [full_sequence.branch_scores(SMALL, params, one.prefix.reshape(-1), one.prefix_length, one.inputs[g],
+                                        one.targets[g]) for g in range(4)]
+    return objective.loss(jax.tree.map(lambda *x: jnp.stack(x), *rows), one)[0]
+
+  want = jax.grad(loss)(parameters(SMALL))
+  got = gradient(SMALL, group, 1, full_sequence=True)
+  assert distance(got, dataclasses.replace(got, grads=want)) <= 1e-13
+
+
+def test_independent_of_segments_and_padding():
+  group = make(SMALL, 61, [20, 3, 0, 9])
+  want = gradient(SMALL, group, 1, full_sequence=True)
+  wider = dataclasses.replace(REPLAY, segment_len=16, branch_segment_len=16, branch_capacity=32,
+                              prefix_capacity=160, replay_batch=3)
+  other = make(SMALL, 61, [20, 3, 0, 9], replay=wider)
+  got = function(SMALL, wider, 2, 4)(parameters(SMALL), other)
+  assert distance(got, want) <= 1e-10
+
+
+def test_independent_of_the_order_of_branches():
+  group = make(SMALL, 40, [20, 3, 0, 9])
+  order = np.array([2, 0, 3, 1])
+  turned = jax.tree.map(lambda x: x[:, order] if x.ndim > 1 and x.shape[1] == 4 else x, group)
+  turned = turned.replace(prefix=group.prefix)
+  a, b = gradient(SMALL, group, 1), gradient(SMALL, turned, 1)
+  assert distance(a, b) <= 1e-13
+  np.testing.assert_array_equal(np.asarray(a.scores.logprob)[0][order], np.asarray(b.scores.logprob)[0])
+
+
+def test_copies_of_a_branch_share_its_weight():
+  group = make(SMALL, 40, [7] * 4)
+  same = jax.tree.map(lambda x: np.repeat(x[:, :1], 4, 1) if x.ndim > 1 and x.shape[1] == 4 else x, group)
+  same = same.replace(prefix=group.prefix)
+  alone = same.replace(mask=same.mask * np.array([1, 0, 0, 0])[None, :, None])
+  assert distance(gradient(SMALL, same, 1), gradient(SMALL, alone, 1)) <= 1e-12
+
+
+def test_depth_is_a_dial_between_detached_and_exact():
+  group = make(SMALL, 80, [9, 2, 0, 4])  # three prefix segments
+  exact, detached = gradient(SMALL, group, 1), gradient(SMALL, group, 1, mode='detached')
+  assert distance(gradient(SMALL, group, 1, mode='depth=3'), exact) == 0
+  assert distance(gradient(SMALL, group, 1, mode='depth=0'), detached) == 0
+  errors = [distance(gradient(SMALL, group, 1, mode=f'depth={k}'), exact) for k in (0, 1, 2, 3)]
+  assert errors[0] > 0.05 and errors[1] != errors[0] and errors[2] > 0 and errors[3] == 0
+
+
+def test_one_compilation_for_all_lengths():
+  f = function(SMALL, REPLAY, 1, 4)
+  for length, sizes in ((2, [1] * 4), (77, [24, 0, 3, 9]), (33, [0, 0, 0, 1])):
+    f(parameters(SMALL), make(SMALL, length, sizes))
+  assert f._cache_size() == 1
+
+
+def test_masked_and_equal_rewards_give_zero():
+  group = make(SMALL, 40, [7, 3, 0, 9])
+  masked = group.replace(mask=np.zeros_like(group.mask))
+  assert np.all(flat(gradient(SMALL, masked, 1)) == 0)
+  plain = config.ObjectiveConfig()
+  equal = group.replace(advantages=np.zeros_like(group.advantages))
+  assert np.all(flat(gradient(SMALL, equal, 1, objective=plain)) == 0)
+
+
+def test_vjp_of_scan_prefix_is_the_pullback():
+  """jax.vjp(scan_prefix) in float64 against autodiff of the last keys through plain layers."""
+  shape = dataclasses.replace(SMALL, pattern=('deltanet', 'full'), repeats=2)
+  replay = dataclasses.replace(REPLAY, prefix_capacity=64)
+  params, split = parameters(shape), mesh.split_tree(model.shapes(shape), 1, False)
+  tokens = np.random.default_rng(0).integers(0, 40, 50)
+  padded = np.zeros(64, np.int32)
+  padded[:50] = tokens
+
+  def local(params, prefix_tokens):
+    run = functools.partial(prefix.scan_prefix, shape, replay, split, prefix_tokens, jnp.int32(50))
+    state, pullback = jax.vjp(run, params)
+    ones = jax.tree.map(lambda x: jnp.ones_like(x) if jnp.issubdtype(x.dtype, jnp.floating)
+                        else np.zeros(x.shape, jax.dtypes.float0), state)
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, ones)
+    k = ones.slots.k.at[:, :, 50:].set(0)
+    return pullback(zeros.replace(slots=zeros.slots.replace(k=k)))[0]
+
+  spec = jax.sharding.PartitionSpec()
+  got = mesh.sharded(mesh.make_mesh(1, 1), local, (spec, spec), spec)(params, padded.reshape(2, 32))
+
+  def keys(params):  # sum of every attention layer's keys, by the plain layers
+    tables = model.rope_tables(shape, jnp.arange(50), jnp.float64)
+    h, total = params.embed[jnp.asarray(tokens)], 0
+    for r in range(2):
+      delta, full = jax.tree.map(lambda x: x[r], params.blocks)
+      h = full_sequence._delta_layer(shape, delta, h)
+      total += model.attention_in(shape, full, h, tables)[1].sum()
+      h = full_sequence._attention_layer(shape, 'full', full, h, tables)
+    return total
+
+  want = jax.grad(keys)(params)
+  for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want)):
+    np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-10, err_msg=jax.tree_util.keystr(path))
+
+
+def test_objective_that_couples_tokens_takes_the_score_pass():
+  objective = dataclasses.replace(OBJECTIVE, kl_coef=0.0)
+  group = make(SMALL, 40, [7, 3, 5, 9])
+  got = gradient(SMALL, group, 1, name='gspo', objective=objective)
+  assert distance(got, gradient(SMALL, group, 1, True, name='gspo', objective=objective)) <= 1e-10
+
+
+@settings(max_examples=25)
+@given(prompt=st.integers(0, 97), sizes=st.lists(st.integers(0, 24), min_size=4, max_size=4),
+       devices=st.sampled_from([1, 2]), segment=st.sampled_from([16, 32]), seed=st.integers(0, 2**16))
+def test_exact_for_any_lengths_segments_and_devices(prompt, sizes, devices, segment, seed):
+  replay = dataclasses.replace(REPLAY, segment_len=segment)
+  group = make(SMALL, prompt, sizes, seed, replay)
+  got = function(SMALL, replay, devices, 4)(parameters(SMALL), group)
+  want = function(SMALL, replay, 1, 4, True)(parameters(SMALL), group)
+  assert np.linalg.norm(flat(got) - flat(want)) <= 1e-10 * max(np.linalg.norm(flat(want)), 1e-6)
