@@ -139,14 +139,15 @@ class TrainConfig:
   prompt_len: int = 1024  # tokens of a training prompt
   prompts: int = 8  # prompts (groups) of an update
   branches: int = 8  # responses sampled for each prompt
-  steps: int = 400  # updates
+  steps: int = 450  # updates
   seed: int = 0  # of initial parameters, data and sampling
   objective: str = 'grpo'  # see objectives.py
   full_sequence: bool = False  # train on full sequences by plain autodiff instead of replay
   inner_epochs: int = 1  # updates on one batch of rollouts
   groups_at_once: int = 1  # prompts of a device row whose captures are alive at once
-  learning_rate: float = 1e-3  # of AdamW, after the ramp
+  learning_rate: float = 1.5e-3  # of AdamW, after the ramp
   ramp_steps: int = 10  # updates over which the learning rate rises from 0
+  decay_steps: int = 450  # update at which it has fallen to a tenth; 0: it stays
   weight_decay: float = 0.01  # of AdamW
   clip_norm: float = 1.0  # gradients are scaled down to this global norm
   temperature: float = 1.0  # of sampling; 0: greedy
@@ -154,13 +155,13 @@ class TrainConfig:
   max_new_tokens: int = 2  # longest response
   drop_nonfinite_rewards: bool = False  # drop responses whose reward is not finite, instead of stopping
   on_nonfinite: str = 'skip'  # skip | stop, at a loss or gradient that is not finite
-  warmup_updates: int = 120  # most supervised updates on short prompts
+  warmup_updates: int = 300  # most supervised updates on short prompts
   warmup_len: int = 64  # tokens of a short prompt
   warmup_prompts: int = 32  # short prompts of an update
   warmup_long_updates: int = 60  # most supervised updates on prompts of prompt_len
   warmup_learning_rate: float = 5e-3  # of AdamW in the warm-up
-  warmup_short_reward: float = 0.6  # sampled reward on short prompts that ends the first part
-  warmup_reward: float = 0.3  # sampled reward at prompt_len that ends the warm-up
+  warmup_short_reward: float = 0.75  # sampled reward on short prompts that ends the first part
+  warmup_reward: float = 0.33  # sampled reward at prompt_len that ends the warm-up
   eval_every: int = 40  # updates between evaluations on held-out prompts
   eval_prompts: int = 64  # held-out prompts of an evaluation
   eval_samples: int = 4  # responses sampled for each of them
@@ -276,7 +277,7 @@ def check_train(train: TrainConfig, data: int) -> None:
   for name in ('prompt_len', 'prompts', 'branches', 'inner_epochs', 'groups_at_once', 'max_new_tokens',
                'eval_every', 'eval_prompts', 'eval_samples', 'checkpoint_every', 'warmup_len', 'warmup_prompts'):
     _require(getattr(train, name) >= 1, f'{name}={getattr(train, name)}; it must be at least 1.')
-  for name in ('steps', 'learning_rate', 'ramp_steps', 'weight_decay', 'temperature', 'seed', 'warmup_updates',
+  for name in ('steps', 'learning_rate', 'ramp_steps', 'decay_steps', 'weight_decay', 'temperature', 'seed', 'warmup_updates',
                'warmup_long_updates', 'warmup_learning_rate'):
     _require(getattr(train, name) >= 0, f'{name}={getattr(train, name)}; it must not be negative.')
   _require(0 < train.top_p <= 1, f'top_p={train.top_p}; it must be above 0 and at most 1.')

@@ -104,11 +104,14 @@ def resolved(run: Run) -> dict:
   return parts | {'mesh': dict(run.mesh.shape), 'dtype': run.dtype.name, 'preset': run.where.model}
 
 
-def make_optimizer(run: Run, learning_rate: float, ramp: int):
-  schedule = optax.linear_schedule(0.0, learning_rate, ramp) if ramp else learning_rate
-  train = run.train
-  return optax.chain(optax.clip_by_global_norm(train.clip_norm),
-                     optax.adamw(schedule, b2=0.99, weight_decay=train.weight_decay))
+def make_optimizer(run: Run, learning_rate: float, ramp: int, decay: int = 0):
+  """AdamW behind a clip; the rate rises over `ramp` updates and falls to a tenth at update `decay`."""
+  schedule = optax.linear_schedule(0.0, learning_rate, ramp) if ramp else optax.constant_schedule(learning_rate)
+  if decay > ramp:
+    fall = optax.linear_schedule(learning_rate, learning_rate / 10, decay - ramp)
+    schedule = optax.join_schedules([schedule, fall], [ramp])
+  return optax.chain(optax.clip_by_global_norm(run.train.clip_norm),
+                     optax.adamw(schedule, b2=0.99, weight_decay=run.train.weight_decay))
 
 
 def make_learner(run: Run, optimizer) -> Learner:
@@ -124,7 +127,7 @@ def update_function(optimizer):
   Neither parameters nor moments are touched by a gradient or a loss that is not finite.
   """
   def update(params, opt_state, grads, loss):
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     safe = jax.tree.map(lambda g: jnp.where(finite, g, 0), grads)
     updates, new_state = optimizer.update(safe, opt_state, params)
@@ -336,7 +339,7 @@ def reinforce(run: Run, learner: Learner, optimizer, start: int, reference, writ
 def main(flags):
   run = make_run(flags)
   train = run.train
-  optimizer = make_optimizer(run, train.learning_rate, train.ramp_steps)
+  optimizer = make_optimizer(run, train.learning_rate, train.ramp_steps, train.decay_steps)
   task = tasks.make_task(train.task, train.prompt_len)  # fails early
   del task
   workdir = checkpoint.claim_workdir(run.where.workdir, resolved(run), MAY_CHANGE)

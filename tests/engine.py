@@ -10,7 +10,7 @@ from branchreplay import batch, config, gradients, mesh, model, objectives
 from branchreplay.config import ObjectiveConfig, ReplayConfig
 
 DEEP = config.ModelConfig(  # a full pattern, twice, with heads that do not divide by devices
-    width=24, mlp_width=32, vocab_size=40, pattern=('deltanet', 'window', 'deltanet', 'full'), repeats=2, heads=6,
+    width=24, mlp_width=32, vocab_size=40, pattern=('deltanet', 'window', 'full'), repeats=2, heads=6,
     kv_heads=3, head_dim=8, rotary_fraction=0.5, output_gate=True, window=23, delta_key_heads=3,
     delta_value_heads=6, delta_key_dim=8, delta_value_dim=4, chunk=8, norm_offset=1.0)
 SMALL = config.ModelConfig(

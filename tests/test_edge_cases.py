@@ -8,7 +8,7 @@ import pytest
 
 from branchreplay import attention, batch, config, deltanet, mesh, model, state
 from branchreplay.config import UserError
-from tests.engine import DEEP, REPLAY, SMALL, distance, flat, function, gradient, make, parameters
+from tests.engine import REPLAY, SMALL, distance, flat, function, gradient, make, parameters
 
 SPEC = jax.sharding.PartitionSpec()
 
@@ -29,12 +29,12 @@ def test_first_response_token_is_scored_at_the_last_prompt_token():
   np.testing.assert_allclose(got.scores.logprob[0, :, 0], want.scores.logprob[0, :, 0], atol=1e-12)
 
 
-@pytest.mark.parametrize('shape', [SMALL, DEEP])
-def test_nothing_crosses_branches(shape):
-  group = make(shape, 40, [3, 2, 3, 2, 3])
+def test_nothing_crosses_branches():
+  shape = SMALL
+  group = make(shape, 40, [3, 2, 3, 2])
   other = group.replace(inputs=group.inputs.copy(), targets=group.targets.copy())
   other.targets[0, 1, 0] = other.inputs[0, 1, 1] = (group.targets[0, 1, 0] + 1) % 40
-  only = lambda g: g.replace(mask=g.mask * np.array([1, 0, 0, 0, 0])[None, :, None])
+  only = lambda g: g.replace(mask=g.mask * np.array([1, 0, 0, 0])[None, :, None])
   a, b = gradient(shape, only(group), 1), gradient(shape, only(other), 1)
   np.testing.assert_array_equal(a.scores.logprob[0, 0, :3], b.scores.logprob[0, 0, :3])
   np.testing.assert_array_equal(flat(a), flat(b))

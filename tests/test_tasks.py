@@ -34,8 +34,8 @@ def check_example(task, split, index, seed):
   assert tokenizer.decode(item.answer) == facts[question[2]] + '\n'
   assert item.depth == (document.index(question) + 1) / len(document)
   assert 0 < item.depth < 1
-  for letter, digit in facts.items():
-    assert (('ABCDEFGH'.index(letter) + int(digit)) % 5 == 0) == (split == 'test')
+  total = sum(('ABCDEFGH'.index(letter) + 1) * int(digit) for letter, digit in facts.items())
+  assert (total % 5 == 0) == (split == 'test')
   return list(facts.items())
 
 
@@ -147,9 +147,7 @@ def test_depths_letters_and_digits_are_spread(needle):
 def test_recall_is_the_same_on_every_machine():
   task = tasks.make_task('recall', 257)
   item = tasks.example(task, 'train', 0, 0)
-  assert tokenizer.decode(item.prompt[:27]) == '
-#C=1
-tropzhwsakxoautwecxao'
+  assert tokenizer.decode(item.prompt[:27]) == '\n#C=1\ntropzhwsakxoautwecxao'
   assert tokenizer.decode(item.prompt[-4:]) == '\n#A='
   assert tokenizer.decode(item.answer) == '6\n'
   golden = {'train': '2b45fe3a75528b3d96931e3a14376a3ddf936d535dbc29f6b9862b0ca807d474',
