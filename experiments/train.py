@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from branchreplay import batch, checkpoint, config, gradients, mesh, metrics, model, objectives, sample, tasks
 from branchreplay.advantages import branch_advantages
@@ -118,7 +119,9 @@ def make_learner(run: Run, optimizer) -> Learner:
   """Initial parameters, laid over the mesh where they belong."""
   init = lambda key: model.init(run.model, key, run.dtype)
   params = jax.jit(init, out_shardings=run.shardings)(jax.random.key(run.train.seed))
-  return Learner(params, jax.jit(optimizer.init)(params), jax.random.key(run.train.seed + 1))
+  # On the whole mesh, so that a restored key lies where the restored parameters do.
+  key = jax.device_put(jax.random.key(run.train.seed + 1), NamedSharding(run.mesh, PartitionSpec()))
+  return Learner(params, jax.jit(optimizer.init)(params), key)
 
 
 def update_function(optimizer):
