@@ -119,9 +119,14 @@ def make_learner(run: Run, optimizer) -> Learner:
   """Initial parameters, laid over the mesh where they belong."""
   init = lambda key: model.init(run.model, key, run.dtype)
   params = jax.jit(init, out_shardings=run.shardings)(jax.random.key(run.train.seed))
-  # On the whole mesh, so that a restored key lies where the restored parameters do.
-  key = jax.device_put(jax.random.key(run.train.seed + 1), NamedSharding(run.mesh, PartitionSpec()))
-  return Learner(params, jax.jit(optimizer.init)(params), key)
+  return on_mesh(run, Learner(params, jax.jit(optimizer.init)(params), jax.random.key(run.train.seed + 1)))
+
+
+def on_mesh(run: Run, tree):
+  """Lays leaves that are not on all of the mesh over it, so that restored ones lie where parameters do."""
+  whole = NamedSharding(run.mesh, PartitionSpec())
+  return jax.tree.map(
+      lambda x: x if x.sharding.device_set == whole.device_set else jax.device_put(x, whole), tree)
 
 
 def update_function(optimizer):
@@ -360,7 +365,7 @@ def main(flags):
       else:
         params = warm_up(run, evaluate, writer)
         writer.write({'stage': 'eval', 'step': 0, 'reward': evaluate(params, train.prompt_len)})
-        learner = Learner(params, jax.jit(optimizer.init)(params), learner.key)
+        learner = on_mesh(run, Learner(params, jax.jit(optimizer.init)(params), learner.key))
         checkpoint.save(manager, 0, learner._asdict(), {'next_example': 0})
       reference = None
       if run.objective.kl_coef:

@@ -42,34 +42,6 @@ def test_mistakes_end_in_one_sentence(tmp_path, capsys, flags, sentence):
   assert not (tmp_path / 'run').exists()
 
 
-def test_a_run_taken_up_again_ends_bit_for_bit_the_same(tmp_path, capsys):
-  run(tmp_path / 'straight', *TINY, '--steps=4')
-  run(tmp_path / 'stopped', *TINY, '--steps=2')
-  run(tmp_path / 'stopped', *TINY, '--steps=4')
-  output = capsys.readouterr()
-  assert 'going on after update 2' in output.err
-  rows = [json.loads(line) for line in output.out.splitlines()]
-  assert rows[0]['held_out_reward'] == rows[2]['held_out_reward']
-
-  def last(name):
-    lines = [json.loads(line) for line in (tmp_path / name / 'metrics.jsonl').read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k != 'seconds'} for row in lines if row['stage'] == 'rl']
-  assert last('straight') == last('stopped') and [r['step'] for r in last('straight')] == [1, 2, 3, 4]
-  held = {}
-  for name in ('straight', 'stopped'):
-    with train.checkpoint.open_checkpoints(tmp_path / name) as manager:
-      held[name] = jax.tree.leaves(manager.restore(4)['state'])
-  for a, b in zip(*held.values()):
-    np.testing.assert_array_equal(a, b)
-
-  # The same directory with another configuration is refused, and nothing in it changes.
-  before = (tmp_path / 'straight' / 'config.json').read_bytes()
-  with pytest.raises(SystemExit) as stop:
-    run(tmp_path / 'straight', *TINY, '--steps=4', '--learning_rate=0.1')
-  assert stop.value.code == 2 and 'train.learning_rate' in capsys.readouterr().err
-  assert (tmp_path / 'straight' / 'config.json').read_bytes() == before
-
-
 @pytest.mark.parametrize('loss, grad', [(np.nan, 1.0), (0.0, np.inf), (0.0, np.nan)])
 def test_nothing_non_finite_reaches_the_parameters(loss, grad):
   optimizer = optax.adamw(0.1)
