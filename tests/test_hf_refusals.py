@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 from branchreplay import hf, mesh
 from branchreplay import model as layers
 from branchreplay.config import ReplayConfig, UserError, preset
-from test_hf import CASES, REPLAY, checkpoint, load, rewrite  # noqa: F401, checkpoint is a fixture
+from tests.test_hf import CASES, REPLAY, checkpoint, load, rewrite  # noqa: F401, checkpoint is a fixture
 
 
 # ---------------------------------------------------------------- config.json

@@ -16,7 +16,7 @@ from branchreplay import hf, mesh
 from branchreplay import model as layers
 from branchreplay.config import ReplayConfig, preset
 from branchreplay.full_sequence import hidden
-from test_hf_parity import relative, replayed
+from tests.test_hf_parity import relative, replayed
 
 try:
   import torch
