@@ -42,6 +42,21 @@ def test_mistakes_end_in_one_sentence(tmp_path, capsys, flags, sentence):
   assert not (tmp_path / 'run').exists()
 
 
+def test_a_run_taken_up_again_ends_bit_for_bit_the_same(tmp_path, capsys):
+  run(tmp_path / 'straight', *TINY, '--steps=4')
+  run(tmp_path / 'stopped', *TINY, '--steps=2')
+  run(tmp_path / 'stopped', *TINY, '--steps=4')
+  output = capsys.readouterr()
+  assert 'going on after update 2' in output.err
+  rows = [json.loads(line) for line in output.out.splitlines()]
+  assert rows[0]['held_out_reward'] == rows[2]['held_out_reward']
+
+  def last(name):
+    lines = [json.loads(line) for line in (tmp_path / name / 'metrics.jsonl').read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k != 'seconds'} for row in lines if row['stage'] == 'rl']
+  assert last('straight') == last('stopped') and [r['step'] for r in last('straight')] == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize('loss, grad', [(np.nan, 1.0), (0.0, np.inf), (0.0, np.nan)])
 def test_nothing_non_finite_reaches_the_parameters(loss, grad):
   optimizer = optax.adamw(0.1)
