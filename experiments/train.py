@@ -1,11 +1,11 @@
 """Trains a small language model by GRPO on long prompts, with the exact shared-prefix gradient.
 
-    bash launch.sh                                        needle in real text, about 8 minutes on 2 cores
+    bash launch.sh                                        needle in real text
     bash launch.sh train --task=recall --steps=200        synthetic recall, the same on every machine
     bash launch.sh train --mode=detached                  LongStraw's gradient: stopped at the prompt
     bash launch.sh train --full_sequence                  plain autodiff on every full sequence
 
-Expected: held-out reward below 0.5 after the supervised warm-up, at least 0.9 at the end.
+Seen: held-out reward 0.391 after the supervised warm-up, 0.738 after 360 updates; the goal is 0.9.
 The work directory holds config.json, metrics.jsonl, checkpoints and reward.png; the same
 command takes a stopped run up where its last checkpoint is, bit for bit.
 """

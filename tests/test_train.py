@@ -42,7 +42,7 @@ def test_mistakes_end_in_one_sentence(tmp_path, capsys, flags, sentence):
   assert not (tmp_path / 'run').exists()
 
 
-def test_a_run_taken_up_again_ends_bit_for_bit_the_same(tmp_path, capsys):
+def test_a_run_taken_up_again_has_the_rows_of_a_straight_one(tmp_path, capsys):
   run(tmp_path / 'straight', *TINY, '--steps=4')
   run(tmp_path / 'stopped', *TINY, '--steps=2')
   run(tmp_path / 'stopped', *TINY, '--steps=4')
