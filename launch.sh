@@ -45,9 +45,8 @@ if [[ $# -gt 0 && $1 != -* ]]; then
   shift
 fi
 names=''
-for file in "$root"/experiments/[a-z]*.py; do
-  file=$(basename "$file" .py)
-  [[ $file == common ]] || names+="$file, "
+for file in "$root"/experiments/[a-z]*.py; do  # scripts; others are their shared parts
+  ! grep -q '^  common.run(' "$file" || names+="$(basename "$file" .py), "
 done
 [[ $name == test || -f $root/experiments/$name.py && ", $names" == *", $name, "* ]] ||
   fail "unknown experiment '$name'; there are: ${names}and test."

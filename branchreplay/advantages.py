@@ -89,6 +89,22 @@ def informative(rewards) -> np.ndarray:
   return np.array([not all_equal(row[np.isfinite(row)]) for row in rewards], bool)
 
 
+def preference_order(rewards) -> tuple[np.ndarray, np.ndarray]:
+  """Pairs of a group's branches for the preference objectives: order [G] and real, bool [G].
+
+  The best is chosen over the worst, the second over the last but one, and so on:
+  order[2i] is chosen over order[2i + 1]. real is False for pairs of equal rewards, for
+  non-finite ones and for the branch in the middle of an odd group, which is left out of order.
+  """
+  rewards = np.asarray(rewards, np.float64)
+  ranked = np.argsort(np.where(np.isfinite(rewards), -rewards, np.inf), kind='stable')
+  pairs = rewards.size // 2
+  order = np.stack([ranked[:pairs], ranked[::-1][:pairs]], 1)
+  better, worse = rewards[order].T
+  real = np.isfinite(better) & np.isfinite(worse) & (better > worse)
+  return order.reshape(-1), np.repeat(real, 2)
+
+
 def overlong_penalty(lengths, max_length: int, buffer: int) -> np.ndarray:
   """What to add to the rewards of branches of `lengths` tokens [G] (DAPO, arXiv:2503.14476 eq. 13).
 

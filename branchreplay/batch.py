@@ -25,9 +25,21 @@ class Group:
   targets: Any  # i32 [G, R]
   length: Any  # i32 [G], tokens of each branch
   mask: Any  # [G, R], weight of a token in the objective, 1 or 0
-  advantages: Any  # [G]
+  advantages: Any  # [G], or [G, R] where each token has its own
   old_logprobs: Any = None  # [G, R]; None: the policy's own, so that every ratio is 1
   ref_logprobs: Any = None  # [G, R]; None where there is no KL term
+  sampler_logprobs: Any = None  # [G, R] as the sampler computed them; None: no correction
+  returns: Any = None  # [G, R], what ppo's critic learns; None: no critic
+  old_values: Any = None  # [G, R], the critic's before the update; None: no value clipping
+  denominator: Any = None  # [], what a token mean divides by; None: the group's own tokens
+
+
+@struct.dataclass
+class Scores:
+  """What the model says of a group's tokens, or the objective's cotangents of it."""
+  logprob: Any  # [G, R] nats
+  entropy: Any  # [G, R] nats, of the distribution the token was drawn from
+  value: Any = None  # [G, R] the critic's estimate of the return; None: no critic
 
 
 def group_spec(group: Group) -> Group:
@@ -57,14 +69,14 @@ def make_prefix(replay: ReplayConfig, prompt) -> tuple[np.ndarray, np.int32]:
 
 
 def make_group(model: ModelConfig, replay: ReplayConfig, prompt, responses, *, masks=None,
-               advantages=None, old_logprobs=None, ref_logprobs=None, dtype=np.float32) -> Group:
+               advantages=None, old_logprobs=None, ref_logprobs=None, sampler_logprobs=None, dtype=np.float32) -> Group:
   """One group of numpy arrays.
 
   Args:
     prompt: token ids [P]. Where it is empty, each response's first token is given
       instead of scored: column j of every matrix then belongs to token j + 1.
     responses: a list of token id arrays, of any lengths up to branch_capacity.
-    masks, old_logprobs, ref_logprobs: lists of arrays like `responses`, or None
+    masks, old_logprobs, ref_logprobs, sampler_logprobs: lists of arrays like `responses`, or None
       (masks: all ones). advantages: [G], or None for zeros.
 
   Raises UserError for no branches, lengths over the capacity, ids outside the vocabulary.
@@ -100,7 +112,8 @@ def make_group(model: ModelConfig, replay: ReplayConfig, prompt, responses, *, m
       length=np.array([max(r.size - first, 0) for r in responses], np.int32),
       mask=matrix([np.ones(r.size) for r in responses] if masks is None else masks, dtype),
       advantages=np.zeros(len(responses), dtype) if advantages is None else np.asarray(advantages, dtype),
-      old_logprobs=optional(old_logprobs), ref_logprobs=optional(ref_logprobs))
+      old_logprobs=optional(old_logprobs), ref_logprobs=optional(ref_logprobs),
+      sampler_logprobs=optional(sampler_logprobs))
 
 
 def stack(groups: list[Group]) -> Group:

@@ -80,13 +80,28 @@ def restore_latest(manager: ocp.CheckpointManager, target) -> tuple[int, object,
   """
   if (step := manager.latest_step()) is None:
     return None
-  held = _leaves(manager.item_metadata(step).state.tree)
-  for text in _differences(held, _leaves(target)).values():
-    raise UserError(f'the checkpoint {manager.directory / str(step)} does not fit this model '
-                    f'({text}); give another --workdir.')
+  _check_fit(manager, step, manager.item_metadata(step).state.tree, target)
   items = manager.restore(step, args=ocp.args.Composite(
       state=ocp.args.StandardRestore(target), meta=ocp.args.JsonRestore()))
   return step, items.state, items.meta
+
+
+def restore_part(manager: ocp.CheckpointManager, name: str, target) -> tuple[int, object] | None:
+  """(step, state[name]) of the last whole checkpoint, read alone; None where there is none."""
+  if (step := manager.latest_step()) is None:
+    return None
+  _check_fit(manager, step, manager.item_metadata(step).state.tree[name], target)
+  item = {name: target}
+  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+    state = reader.restore(manager.directory / str(step) / 'state', args=ocp.args.PyTreeRestore(
+        item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True))
+  return step, state[name]
+
+
+def _check_fit(manager, step: int, tree, target) -> None:
+  for text in _differences(_leaves(tree), _leaves(target)).values():
+    raise UserError(f'the checkpoint {manager.directory / str(step)} does not fit this model '
+                    f'({text}); give another --workdir.')
 
 
 def _leaves(tree) -> dict:

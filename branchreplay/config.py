@@ -41,6 +41,7 @@ class ModelConfig:
   norm_offset: float = 0.0  # 1.0: zero-centred RMSNorm, scale is 1 + w
   norm_eps: float = 1e-6
   tied_embeddings: bool = False
+  critic: bool = False  # a value head beside the vocabulary's, for ppo
   max_positions: int = 2**23  # longest sequence the RoPE tables serve
 
   @property
@@ -128,20 +129,22 @@ def objective_preset(name: str) -> ObjectiveConfig:
   return OBJECTIVE_PRESETS.get(name, ObjectiveConfig())
 
 
-QWEN3_5 = ModelConfig(  # what the dense Qwen3.5 models share
-    vocab_size=248320, pattern=('deltanet',) * 3 + ('full',), head_dim=256, rope_theta=1e7,
-    rotary_fraction=0.25, output_gate=True, delta_key_heads=16, delta_key_dim=128, delta_value_dim=128,
-    conv_width=4, norm_offset=1.0)
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
   """Supervised warm-up, then reinforcement learning; defaults are the quickstart's."""
   task: str = 'needle'  # needle: facts in real text | recall: facts in random filler
-  prompt_len: int = 1024  # tokens of a training prompt
+  prompt_len: int = 1024  # tokens of a training prompt; with data_file: of the longest
+  init: str = ''  # Hugging Face checkpoint folder to start from, instead of a preset and a warm-up
+  tokenizer: str = 'auto'  # bytes, a folder with tokenizer.json, or auto: that of init where it has one
+  data_file: str = ''  # JSONL with prompt and answer, instead of a task; see data.py
+  eval_file: str = ''  # the same of held-out prompts; without it every tenth record is held out
+  reward: str = 'exact_match'  # of data_file: exact_match | contains | regex | math_number | module:function
+  long_prompts: str = 'refuse'  # refuse | truncate (on the left), prompts longer than prompt_len
   prompts: int = 8  # prompts (groups) of an update
   branches: int = 8  # responses sampled for each prompt
   steps: int = 450  # updates
   seed: int = 0  # of initial parameters, data and sampling
-  objective: str = 'grpo'  # see objectives.py
+  objective: str = 'grpo'  # see objectives.py; coefficients that no flag gives are its paper's
   full_sequence: bool = False  # train on full sequences by plain autodiff instead of replay
   inner_epochs: int = 1  # updates on one batch of rollouts
   groups_at_once: int = 1  # prompts of a device row whose captures are alive at once
@@ -153,6 +156,8 @@ class TrainConfig:
   temperature: float = 1.0  # of sampling; 0: greedy
   top_p: float = 1.0  # nucleus sampling; 1: off
   max_new_tokens: int = 2  # longest response
+  resample: int = 0  # most further dispatches until `prompts` groups have unequal rewards (dapo); 0: off
+  overlong_buffer: int = 0  # tokens before max_new_tokens over which a penalty grows to 1 (dapo); 0: off
   drop_nonfinite_rewards: bool = False  # drop responses whose reward is not finite, instead of stopping
   on_nonfinite: str = 'skip'  # skip | stop, at a loss or gradient that is not finite
   warmup_updates: int = 300  # most supervised updates on short prompts
@@ -168,12 +173,17 @@ class TrainConfig:
   checkpoint_every: int = 50  # updates between checkpoints
 
 
+QWEN3_5 = ModelConfig(  # what the dense Qwen3.5 models share
+    vocab_size=248320, pattern=('deltanet',) * 3 + ('full',), head_dim=256, rope_theta=1e7,
+    rotary_fraction=0.25, output_gate=True, delta_key_heads=16, delta_key_dim=128, delta_value_dim=128,
+    conv_width=4, norm_offset=1.0)
+
 PRESETS = {
     'tiny-dense': ModelConfig(),
     'tiny-hybrid': ModelConfig(
-        pattern=('deltanet', 'full'), repeats=1, head_dim=16, rotary_fraction=0.25,
-        output_gate=True, delta_key_heads=4, delta_key_dim=16, delta_value_dim=16,
-        norm_offset=1.0),
+        pattern=('deltanet', 'full'), repeats=1, kv_heads=4, head_dim=16, rotary_fraction=0.25,
+        qk_norm=False,  # normed queries and keys of 16 channels are slow to pick one of 1,024 positions
+        output_gate=True, delta_key_heads=4, delta_key_dim=16, delta_value_dim=16, norm_offset=1.0),
     'tiny-window': ModelConfig(
         pattern=('deltanet', 'window'), repeats=2, head_dim=16, rotary_fraction=0.5,
         delta_key_dim=16, delta_value_dim=16, window=96, tied_embeddings=True),
@@ -277,7 +287,8 @@ def check_train(train: TrainConfig, data: int) -> None:
   for name in ('prompt_len', 'prompts', 'branches', 'inner_epochs', 'groups_at_once', 'max_new_tokens',
                'eval_every', 'eval_prompts', 'eval_samples', 'checkpoint_every', 'warmup_len', 'warmup_prompts'):
     _require(getattr(train, name) >= 1, f'{name}={getattr(train, name)}; it must be at least 1.')
-  for name in ('steps', 'learning_rate', 'ramp_steps', 'decay_steps', 'weight_decay', 'temperature', 'seed', 'warmup_updates',
+  for name in ('steps', 'learning_rate', 'ramp_steps', 'decay_steps', 'weight_decay', 'temperature',
+               'seed', 'resample', 'overlong_buffer', 'warmup_updates',
                'warmup_long_updates', 'warmup_learning_rate'):
     _require(getattr(train, name) >= 0, f'{name}={getattr(train, name)}; it must not be negative.')
   _require(0 < train.top_p <= 1, f'top_p={train.top_p}; it must be above 0 and at most 1.')

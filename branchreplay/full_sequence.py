@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from branchreplay import mesh
 from branchreplay import model as layers
 from branchreplay.attention import at_least_f32
+from branchreplay.batch import Scores
 from branchreplay.deltanet import causal_conv, delta_rule
+from branchreplay.head import values
 from branchreplay.model import Params
-from branchreplay.objectives import Scores
 
 QUERY_BLOCK = 1024
 
@@ -92,7 +93,7 @@ def branch_scores(model, params: Params, prefix, length, inputs, targets) -> Sco
   logits = (x @ layers.head_table(params).T).astype(at_least_f32(h.dtype))
   logprobs = jax.nn.log_softmax(logits)
   return Scores(jnp.take_along_axis(logprobs, targets[:, None], 1)[:, 0],
-                -(jnp.exp(logprobs) * logprobs).sum(-1))
+                -(jnp.exp(logprobs) * logprobs).sum(-1), values(params, x))
 
 
 def full_sequence_gradient(model, replay, objective, params: Params, split: Params, group, grads: Params,
@@ -109,7 +110,8 @@ def full_sequence_gradient(model, replay, objective, params: Params, split: Para
   mine = (branches - index + seq - 1) // seq  # branches index, index + seq, ...
   one = lambda p, g: branch_scores(model, p, prefix, group.prefix_length, group.inputs[g], group.targets[g])
   put = lambda matrices, rows, g: jax.tree.map(lambda m, r: m.at[g].set(r), matrices, rows)
-  zeros = lambda: Scores(*[jnp.zeros(group.inputs.shape, at_least_f32(params.embed.dtype))] * 2)
+  matrix = jnp.zeros(group.inputs.shape, at_least_f32(params.embed.dtype))
+  zeros = lambda: Scores(matrix, matrix, None if params.value is None else matrix)
   cotangents = jax.grad(lambda s: objective.loss(s, group)[0] * weight)
 
   dscores = None

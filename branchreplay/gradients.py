@@ -20,14 +20,13 @@ from branchreplay import head, mesh
 from branchreplay import model as layers
 from branchreplay import state as states
 from branchreplay.attention import at_least_f32
-from branchreplay.batch import group_spec
+from branchreplay.batch import Scores, group_spec
 from branchreplay.full_sequence import full_sequence_gradient
 from branchreplay.model import Params
-from branchreplay.objectives import Objective, Scores
+from branchreplay.objectives import Objective
 from branchreplay.prefix import STACKED_CAPTURED, Captured, capture, pull, zero_gradients
 from branchreplay.replay import Segment, extend, retract
 from branchreplay.state import Recurrent, State, StateCotangent
-
 
 
 @struct.dataclass
@@ -89,7 +88,7 @@ def score_branches(model, replay, params: Params, split: Params, group, captured
       node, scores = carry
       segment = _branch_segment(replay, inputs, lengths, group.prefix_length, j)
       node, h, _ = extend(model, replay, params, split, cache, node, segment)
-      own = Scores(*head.scores(model, replay, params, split, h, _own_columns(replay, targets, j)))
+      own = head.scores(model, replay, params, split, h, _own_columns(replay, targets, j))
       return node, jax.tree.map(lambda m, x: _put_columns(replay, m, x, row, j), scores, own)
 
     n = _segments(replay, lengths)
@@ -104,19 +103,16 @@ def _segments(replay, lengths):
 
 def _zero_scores(group, params):
   zeros = jnp.zeros(group.inputs.shape, at_least_f32(params.embed.dtype))
-  return Scores(zeros, zeros)
+  return Scores(zeros, zeros, None if params.value is None else zeros)
 
 
 def _grid(replay, group):
-  """Micro-batch size, padded number of branches, and the group padded to it."""
+  """Micro-batch size, padded number of branches, and the group's tokens padded to it."""
   branches = group.inputs.shape[0]
   batch = min(replay.replay_batch, branches)
   rows = -(-branches // batch) * batch
-  pad = lambda x: None if x is None else _padded(x, rows)
   return batch, rows, group.replace(
-      inputs=pad(group.inputs), targets=pad(group.targets), length=pad(group.length), mask=pad(group.mask),
-      advantages=pad(group.advantages), old_logprobs=pad(group.old_logprobs),
-      ref_logprobs=pad(group.ref_logprobs))
+      **{name: _padded(getattr(group, name), rows) for name in ('inputs', 'targets', 'length')})
 
 
 def replay_branches(model, replay, params: Params, split: Params, group, captured: Captured, dscores_of,
@@ -156,12 +152,11 @@ def replay_branches(model, replay, params: Params, split: Params, group, capture
       node = State(slots.replace(used=jnp.int32(j * segment.tokens.size)), before)
       node, h, kept = extend(model, replay, params, split, cache, node, segment, keep=True)
       own_targets = _own_columns(replay, targets, j)
-      own = Scores(*head.scores(model, replay, params, split, h, own_targets))
+      own = head.scores(model, replay, params, split, h, own_targets)
       scores = jax.tree.map(lambda m, x: _put_columns(replay, m, x, row, j), scores, own)
       part = jax.tree.map(lambda d: _own_columns(replay, lax.dynamic_slice_in_dim(d, row, batch), j),
                           dscores_of(scores))
-      dh, grads = head.scores_backward(model, replay, params, split, h, own_targets, part.logprob,
-                                       part.entropy, grads)
+      dh, grads = head.scores_backward(model, replay, params, split, h, own_targets, part, grads)
       dk, dv, dnode, grads = retract(model, replay, params, split, cache, node, before, segment, kept,
                                      dh, dk, dv, dnode, grads)
       return scores, node.slots, dnode, dk, dv, grads

@@ -1,4 +1,4 @@
-"""Log-probs and entropies of target tokens, a slice of positions at a time.
+"""Log-probs, entropies and values of target tokens, a slice of positions at a time.
 
 A forward/backward pair by hand: logits never exist for all positions, and where
 the table [V, D] is split over `seq` each device makes the logits of its own rows
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from branchreplay import mesh
 from branchreplay.attention import at_least_f32, largest_divisor
+from branchreplay.batch import Scores
 from branchreplay.model import Params, head_table, rms_norm
 
 
@@ -45,44 +46,54 @@ def _shared(params, split, *arrays):
   return [mesh.gather(a, 0) if _is_split(params, split) else a for a in arrays]
 
 
-def scores(model, replay, params: Params, split: Params, h, targets):
-  """Log-prob and entropy (nats) of `targets` i32 [B, t] under h [B, t, D]; both [B, t]."""
+def values(params: Params, x):
+  """The critic's values [...] of normed outputs x [..., D]; None without a critic."""
+  return None if params.value is None else (x @ params.value).astype(at_least_f32(x.dtype))
+
+
+def scores(model, replay, params: Params, split: Params, h, targets) -> Scores:
+  """Scores [B, t] of `targets` i32 [B, t] under h [B, t, D]."""
   rows = targets.size
   count = _slices(replay, rows)
 
   def one(xs):
     h, targets = xs
-    x, targets = _shared(params, split, rms_norm(h, params.norm, model.norm_offset, model.norm_eps), targets)
+    normed = rms_norm(h, params.norm, model.norm_offset, model.norm_eps)
+    x, targets = _shared(params, split, normed, targets)
     *_, logprob, entropy = _statistics(model, params, split, x, targets)
-    return (mesh.own(logprob, 0), mesh.own(entropy, 0)) if _is_split(params, split) else (logprob, entropy)
+    mine = lambda y: mesh.own(y, 0) if _is_split(params, split) else y
+    return Scores(mine(logprob), mine(entropy), values(params, normed))
 
   out = lax.map(one, (h.reshape(count, rows // count, -1), targets.reshape(count, -1)))
-  return tuple(y.reshape(targets.shape) for y in out)
+  return jax.tree.map(lambda y: y.reshape(targets.shape), out)
 
 
-def scores_backward(model, replay, params: Params, split: Params, h, targets, dlogprob, dentropy,
-                    grads: Params):
-  """Pulls cotangents [B, t] of `scores` back; returns dh [B, t, D] and grads plus ours."""
+def scores_backward(model, replay, params: Params, split: Params, h, targets, d: Scores, grads: Params):
+  """Pulls cotangents d [B, t] of `scores` back; returns dh [B, t, D] and grads plus ours."""
   rows, across = targets.size, _is_split(params, split)
   count = _slices(replay, rows)
   table = head_table(params)
 
   def one(carry, xs):
-    dtable, dnorm = carry
-    h, targets, dlogprob, dentropy = xs
+    dtable, dnorm, dcritic = carry
+    h, targets, d = xs
     normed, pull = jax.vjp(lambda w, h: rms_norm(h, w, model.norm_offset, model.norm_eps), params.norm, h)
-    x, targets, dlogprob, dentropy = _shared(params, split, normed, targets, dlogprob, dentropy)
+    x, targets, dlogprob, dentropy = _shared(params, split, normed, targets, d.logprob, d.entropy)
     z, lse, p, hot, _, entropy = _statistics(model, params, split, x, targets)
     dz = dlogprob[:, None] * (hot - p)
     dz -= dentropy[:, None] * p * (z - lse[:, None] + entropy[:, None])
     dz = dz.astype(table.dtype)
     dx = dz @ table
-    dw, dh = pull((mesh.scatter_sum(dx, 0) if across else dx).astype(normed.dtype))
+    dx = mesh.scatter_sum(dx, 0) if across else dx
+    if params.value is not None:
+      dx = dx + d.value[:, None] * params.value
+      dcritic = dcritic + (d.value @ normed).astype(dcritic.dtype)
+    dw, dh = pull(dx.astype(normed.dtype))
     update = lax.dot_general(dz, x, (((0,), (0,)), ((), ())), preferred_element_type=dtable.dtype)
-    return (dtable + update, dnorm + dw.astype(dnorm.dtype)), dh
+    return (dtable + update, dnorm + dw.astype(dnorm.dtype), dcritic), dh
 
   fold = lambda a: a.reshape(count, rows // count, *a.shape[2:])
-  start = (head_table(grads), grads.norm)
-  (dtable, dnorm), dh = lax.scan(one, start, tuple(fold(a) for a in (h, targets, dlogprob, dentropy)))
-  grads = grads.replace(norm=dnorm, **{'embed' if params.head is None else 'head': dtable})
+  start = (head_table(grads), grads.norm, grads.value)
+  (dtable, dnorm, dcritic), dh = lax.scan(one, start, jax.tree.map(fold, (h, targets, d)))
+  grads = grads.replace(norm=dnorm, value=dcritic, **{'embed' if params.head is None else 'head': dtable})
   return dh.reshape(h.shape), grads

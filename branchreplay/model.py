@@ -68,6 +68,7 @@ class Params:
   blocks: tuple[Block, ...]  # one per place in the pattern; leaves [repeats, ...]
   norm: Any  # [D]
   head: Any = None  # [V, D]; None: tied to embed
+  value: Any = None  # [D], the critic's head; None: no critic
 
 
 def _is_shape(x):
@@ -92,11 +93,11 @@ def _shapes(model: ModelConfig) -> Params:
                  for kind in m.pattern)
   blocks = jax.tree.map(lambda shape: (m.repeats, *shape), blocks, is_leaf=_is_shape)
   table = (m.vocab_size, m.width)
-  return Params(table, blocks, (m.width,), None if m.tied_embeddings else table)
+  return Params(table, blocks, (m.width,), None if m.tied_embeddings else table, (m.width,) if m.critic else None)
 
 
 def init(model: ModelConfig, key, dtype=jnp.float32) -> Params:
-  """Random parameters: matrices normal with std fan_in^-0.5, norms at identity."""
+  """Random parameters: matrices normal with std fan_in^-0.5, norms at identity, values at 0."""
   def leaf(path, shape):
     name, text = path[-1].name, jax.tree_util.keystr(path)
     k = jax.random.fold_in(key, zlib.crc32(text.encode()))
@@ -108,9 +109,10 @@ def init(model: ModelConfig, key, dtype=jnp.float32) -> Params:
     if name.endswith('norm'):
       gated = text.endswith('.mixer.norm')  # never zero-centred
       return jnp.full(shape, 1.0 if gated else 1.0 - model.norm_offset, jnp.float32)
+    if name == 'value':
+      return jnp.zeros(shape, jnp.float32)
     fan_in = shape[-1] if name in ('embed', 'head', 'conv') else shape[-2]
-    std = 1.0 if name == 'embed' and not model.tied_embeddings else fan_in**-0.5
-    return jax.random.normal(k, shape, jnp.float32) * std
+    return jax.random.normal(k, shape, jnp.float32) * fan_in**-0.5
 
   return jax.tree_util.tree_map_with_path(lambda p, s: leaf(p, s).astype(dtype), _shapes(model),
                                           is_leaf=_is_shape)

@@ -6,39 +6,28 @@ respect to the scores only. It is `separable` where the cotangent of a token
 depends on that token's scores alone (sums over tokens with weights known
 beforehand): then no separate score pass is needed.
 
-Beside `batch.Group`'s fields the objectives read these where a group has them
-(missing or None: as said):
-
-  returns [G, R], old_values [G, R]   ppo's critic; no old_values: value clipping has no effect
-  sampler_logprobs [G, R]             log-probs as the sampler computed them; none: no correction
-  denominator []                      what a token mean divides by; none: the group's own tokens
-
 Letters: G branches, R tokens of the longest branch; rho = pi / old; A advantage.
 """
 import dataclasses
 import functools
-from typing import Any, Callable, NamedTuple
+from typing import Callable, NamedTuple
 
-from flax import struct
 import jax
 from jax import lax
 import jax.numpy as jnp
 
+from branchreplay.batch import Scores
 from branchreplay.config import ObjectiveConfig, UserError
-
-
-@struct.dataclass
-class Scores:
-  """What the model says of a group's tokens."""
-  logprob: Any  # [G, R] nats
-  entropy: Any  # [G, R] nats, of the distribution the token was drawn from
-  value: Any = None  # [G, R] the critic's estimate of the return; None: no critic
 
 
 class Objective(NamedTuple):
   loss: Callable  # (Scores, Group) -> (scalar, metrics)
   separable: bool  # whether d loss / d scores[g, r] depends on scores[g, r] only
 
+
+NEEDS_REFERENCE = ('dpo', 'dpo_norm', 'ipo')
+PREFERENCES = (*NEEDS_REFERENCE, 'simpo')  # branch 2i is chosen over branch 2i + 1
+BATCH_MEANS = ('dapo', 'cispo')  # papers' means are over all tokens of a batch, not of a group
 
 MAX_LOG_RATIO = 20.0  # exp(20) = 5e8; beyond it a ratio is clipped and its gradient is 0
 
@@ -134,10 +123,10 @@ def _policy_loss(config, scores, group, policy, rho, clipped):
   sampler_logprobs also sampler_kl (k3 of KL(sampler || trainer)), sampler_gap
   (absolute difference, nats), sampler_capped (share of weights w that are capped).
   """
-  mask, denominator = group.mask, getattr(group, 'denominator', None)
+  mask, denominator = group.mask, group.denominator
   mean = lambda x: masked_mean(x.astype(rho.dtype), mask, 'token')
   metrics = {'clipped': mean(clipped), 'ratio': mean(rho), 'entropy': mean(scores.entropy)}
-  sampler = getattr(group, 'sampler_logprobs', None)
+  sampler = group.sampler_logprobs
   if sampler is not None:
     old = lax.stop_gradient(_old_logprobs(scores, group))
     policy = policy * importance_weights(old, sampler, mask, config.importance_cap)
@@ -227,16 +216,16 @@ def ppo(config: ObjectiveConfig, scores: Scores, group):
   also policy_loss, value_loss, value_clipped (share of tokens).
   """
   loss, metrics = grpo(config, scores, group)
-  returns = getattr(group, 'returns', None)
+  returns = group.returns
   if (scores.value is None) != (returns is None):
     raise UserError('ppo with a critic needs the values of the model and the returns of the group; '
                     f'there are no {"values" if scores.value is None else "returns"}.')
   if returns is None:
     return loss, metrics
-  old = getattr(group, 'old_values', None)
+  old = group.old_values
   old = lax.stop_gradient(scores.value) if old is None else old
   value_loss, clipped = clipped_value_loss(scores.value, old, returns, group.mask, config.value_clip,
-                                           getattr(group, 'denominator', None))
+                                           group.denominator)
   total = loss + config.value_coef * value_loss
   return total, metrics | {'loss': total, 'policy_loss': loss, 'value_loss': value_loss,
                            'value_clipped': clipped}
@@ -304,7 +293,7 @@ def ipo(config: ObjectiveConfig, scores: Scores, group):
 def negative_log_likelihood(config: ObjectiveConfig, scores: Scores, group):
   """Supervised loss on masked branch tokens. Metrics: loss (nats a token)."""
   loss = masked_mean(-scores.logprob, group.mask, config.normalize, config.fixed_length,
-                     getattr(group, 'denominator', None))
+                     group.denominator)
   return loss, {'loss': loss}
 
 

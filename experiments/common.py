@@ -46,10 +46,15 @@ def define_flags(flags: absl_flags.FlagValues, config, prefix: str = '', skip=()
     DEFINE[kind](prefix + name, list(default) if kind is tuple else default, text, flag_values=flags)
 
 
-def from_flags(flags: absl_flags.FlagValues, config, prefix: str = '', skip=()):
-  """`config` with the values of the flags that `define_flags` made; UserError for NaN."""
+def from_flags(flags: absl_flags.FlagValues, config, prefix: str = '', skip=(), only_given: bool = False):
+  """`config` with the values of the flags that `define_flags` made; UserError for NaN.
+
+  only_given: only of flags that the command line gives, so that others stay as `config` has them.
+  """
   values = {}
   for name, kind in _kinds(config, skip).items():
+    if only_given and not flags[prefix + name].present:
+      continue
     value = flags[prefix + name].value
     if kind is float and value is not None and math.isnan(value):
       raise UserError(f'flag --{prefix}{name}={value}: it must be a number.')

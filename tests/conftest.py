@@ -1,4 +1,5 @@
 """Eight virtual CPU devices and 64 bits, set before JAX starts."""
+import json
 import os
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
@@ -7,6 +8,9 @@ os.environ.setdefault('XLA_FLAGS', '--xla_cpu_use_fusion_emitters=false --xla_ba
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
+import pytest  # noqa: E402
+import tokenizers  # noqa: E402
+from tokenizers import models, pre_tokenizers, trainers  # noqa: E402
 
 jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_enable_x64', True)
@@ -14,3 +18,19 @@ jax.config.update('jax_enable_compilation_cache', False)  # every run compiles w
 
 hypothesis.settings.register_profile('branchreplay', deadline=None)  # first examples compile
 hypothesis.settings.load_profile('branchreplay')
+
+
+@pytest.fixture
+def tokenizer_folder(tmp_path):
+  """A checkpoint folder's tokenizer, trained here, with a chat template."""
+  made = tokenizers.Tokenizer(models.BPE())
+  made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  made.decoder = tokenizers.decoders.ByteLevel()
+  made.train_from_iterator(['the fact is three', 'three is the answer'] * 9, trainers.BpeTrainer(
+      vocab_size=300, special_tokens=['<|end|>'], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+      show_progress=False))
+  made.save(str(tmp_path / 'tokenizer.json'))
+  template = ('{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}'
+              '{% if add_generation_prompt %}[assistant]{% endif %}')
+  (tmp_path / 'tokenizer_config.json').write_text(json.dumps({'eos_token': '<|end|>', 'chat_template': template}))
+  return tmp_path

@@ -30,7 +30,8 @@ def repo(tmp_path):
   root = tmp_path / 'my repo'
   (root / 'experiments').mkdir(parents=True)
   for name in ('common', '__init__', 'train', 'speed', 'gradient_parity'):
-    (root / 'experiments' / f'{name}.py').touch()
+    script = name not in ('common', '__init__')
+    (root / 'experiments' / f'{name}.py').write_text('  common.run(define, main)\n' if script else '')
   shutil.copy(ROOT / 'launch.sh', root)
   shutil.copy(ROOT / 'requirements.txt', root)
   stand_in = tmp_path / 'python'

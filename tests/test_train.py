@@ -1,13 +1,15 @@
 """experiments/train.py as a user runs it: mistakes in one sentence, exact resume, guarded updates."""
 import json
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
-from experiments import common, train
+from experiments import common, train, training
 
 TINY = ['--task=recall', '--prompt_len=64', '--prompts=2', '--branches=4', '--data=1', '--seq=2', '--segment_len=32',
         '--warmup_updates=1', '--warmup_long_updates=1', '--warmup_prompts=2', '--eval_prompts=2', '--eval_samples=2',
@@ -37,24 +39,46 @@ def test_mistakes_end_in_one_sentence(tmp_path, capsys, flags, sentence):
   assert stop.value.code == 2
   error = capsys.readouterr().err
   assert 'Traceback' not in error and len(error.strip().splitlines()) == 1
-  import re
   assert re.search(sentence, error)
   assert not (tmp_path / 'run').exists()
 
 
-def test_a_run_taken_up_again_has_the_rows_of_a_straight_one(tmp_path, capsys):
-  run(tmp_path / 'straight', *TINY, '--steps=4')
-  run(tmp_path / 'stopped', *TINY, '--steps=2')
-  run(tmp_path / 'stopped', *TINY, '--steps=4')
+def rows(folder, stage):
+  lines = [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
+  return [{k: v for k, v in row.items() if k != 'seconds'} for row in lines if row['stage'] == stage]
+
+
+def saved(folder, step):
+  """Leaves of a checkpoint, random keys as their words, and its cursor."""
+  handler = ocp.Checkpointer(ocp.StandardCheckpointHandler())
+  tree = handler.restore(folder / 'checkpoints' / str(step) / 'state')
+  words = lambda x: jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+  return [np.asarray(words(x)) for x in jax.tree.leaves(tree)]
+
+
+def test_a_run_taken_up_again_is_bit_for_bit_a_straight_one(tmp_path, capsys):
+  """With a KL term and two epochs a rollout, so that reference and old log-probs are in it."""
+  straight, stopped, flags = tmp_path / 'straight', tmp_path / 'stopped', [*TINY, '--kl_coef=0.1', '--inner_epochs=2']
+  run(straight, *flags, '--steps=4')
+  run(stopped, *flags, '--steps=2')
+  run(stopped, *flags, '--steps=4', f'--out={tmp_path}/rows.jsonl')
   output = capsys.readouterr()
   assert 'going on after update 2' in output.err
-  rows = [json.loads(line) for line in output.out.splitlines()]
-  assert rows[0]['held_out_reward'] == rows[2]['held_out_reward']
+  closing = [json.loads(line) for line in output.out.splitlines()]
+  assert closing[0]['held_out_reward'] == closing[2]['held_out_reward']
+  assert json.loads((tmp_path / 'rows.jsonl').read_text()) == closing[2]
+  assert rows(straight, 'rl') == rows(stopped, 'rl') and [r['step'] for r in rows(stopped, 'rl')] == [1, 2, 3, 4]
+  assert len(rows(straight, 'start')) == 1 and len(rows(stopped, 'start')) == 2
+  assert any(r['kl'] > 0 for r in rows(stopped, 'rl'))
+  for a, b in zip(saved(straight, 4), saved(stopped, 4), strict=True):
+    np.testing.assert_array_equal(a, b)
+  assert sum(np.abs(a - b).sum() for a, b in zip(saved(stopped, 2), saved(stopped, 4))) > 0
 
-  def last(name):
-    lines = [json.loads(line) for line in (tmp_path / name / 'metrics.jsonl').read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k != 'seconds'} for row in lines if row['stage'] == 'rl']
-  assert last('straight') == last('stopped') and [r['step'] for r in last('straight')] == [1, 2, 3, 4]
+  before = {p: p.stat().st_mtime_ns for p in stopped.rglob('*')}
+  with pytest.raises(SystemExit) as stop:
+    run(stopped, *flags, '--steps=4', '--learning_rate=0.1')
+  assert stop.value.code == 2 and 'holds a run of another configuration' in capsys.readouterr().err
+  assert before == {p: p.stat().st_mtime_ns for p in stopped.rglob('*')}
 
 
 @pytest.mark.parametrize('loss, grad', [(np.nan, 1.0), (0.0, np.inf), (0.0, np.nan)])
@@ -62,7 +86,7 @@ def test_nothing_non_finite_reaches_the_parameters(loss, grad):
   optimizer = optax.adamw(0.1)
   params = {'w': jnp.ones(3)}
   state = optimizer.init(params)
-  update = train.update_function(optimizer)
+  update = training.update_function(optimizer)
   copy = lambda tree: jax.tree.map(jnp.copy, tree)
   new, new_state, _, finite = update(copy(params), copy(state), {'w': jnp.array([1.0, grad, 1.0])}, jnp.array(loss))
   assert not finite

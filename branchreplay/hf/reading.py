@@ -55,6 +55,8 @@ def load(folder, model: ModelConfig, mesh_: jax.sharding.Mesh, replay: ReplayCon
           done[path] = _zeros(whole[path].shape, dtype, shardings[path])()
         row = _place(part, NamedSharding(mesh_, P(*shardings[path].spec[1:])), dtype)
         done[path] = _row_setter(shardings[path])(done[path], row, np.int32(tensor.row))
+  if model.critic:  # checkpoints have no value head
+    done['value'] = _zeros(whole['value'].shape, dtype, shardings['value'])()
   return jax.tree.unflatten(jax.tree.structure(shapes), [done[path] for path in whole])
 
 

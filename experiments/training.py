@@ -1,0 +1,248 @@
+"""What training scripts share: set-up from flags, the optimizer, rollouts, evaluation, the supervised warm-up.
+
+`experiments/train.py` is the loop itself and reads top to bottom.
+"""
+import dataclasses
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from branchreplay import batch, config, gradients, hf, mesh, model, objectives, sample, tasks
+from branchreplay.config import ObjectiveConfig, ReplayConfig, TrainConfig, UserError
+from experiments import common, sources
+
+REPLAY = ReplayConfig(segment_len=512, branch_segment_len=8, prefix_capacity=0, branch_capacity=0,
+                      replay_batch=8)
+
+
+def define(flags):
+  for default in (TrainConfig(), REPLAY, ObjectiveConfig()):
+    common.define_flags(flags, default, skip=('accumulate_dtype',))
+  common.define_flags(flags, Where())
+
+
+@dataclasses.dataclass(frozen=True)
+class Where:
+  model: str = 'tiny-hybrid'  # preset, see config.py
+  workdir: str = 'runs/train'  # folder of the run; a stopped run in it is taken up
+  data: int | None = None  # devices of the data axis: groups side by side; 4 of 8, 1 if fewer
+  seq: int | None = None  # devices of the seq axis; the rest
+  out: str = ''  # JSONL file to append the closing row to
+
+
+class Run(NamedTuple):
+  """What stays the same over a run: configurations, compiled functions, the optimizer."""
+  where: Where
+  model: Any
+  train: TrainConfig
+  replay: ReplayConfig
+  objective: ObjectiveConfig
+  mesh: Any
+  dtype: Any
+  shardings: Any  # of the parameters
+  source: sources.Source  # of prompts and rewards
+
+
+class Learner(NamedTuple):
+  """What changes: a tree of arrays, saved and restored whole."""
+  params: Any
+  opt_state: Any
+  key: Any  # random key of the next update's rollouts
+  cursor: Any  # i32 [], the next training example
+  reference: Any = None  # parameters of the reference policy, where a KL term needs them
+
+
+# ---------------------------------------------------------------- set-up
+
+
+def fit_mesh(where: Where) -> Where:
+  """Fills in the data axis: on small virtual devices groups side by side cost fewer collectives."""
+  if where.data is None:
+    return dataclasses.replace(where, data=4 if where.seq is None and jax.device_count() % 8 == 0 else 1)
+  return where
+
+
+def make_run(flags) -> Run:
+  """Configurations from flags, checked against each other and the devices."""
+  where, train = fit_mesh(common.from_flags(flags, Where())), common.from_flags(flags, TrainConfig())
+  objective = common.from_flags(flags, config.objective_preset(train.objective), only_given=True)
+  replay = common.from_flags(flags, REPLAY, skip=('accumulate_dtype',))
+  fitted = dict(prefix_capacity=replay.prefix_capacity or train.prompt_len,
+                branch_capacity=replay.branch_capacity or max(train.max_new_tokens, tasks.BRANCH_LEN),
+                accumulate_dtype='float64' if flags.dtype == 'float64' else 'float32')
+  replay = dataclasses.replace(replay, **fitted)
+  shape = hf.read_config(train.init) if train.init else config.preset(where.model)
+  shape = dataclasses.replace(shape, critic=train.objective == 'ppo')
+  config.check_model(shape)
+  config.check_objective(objective)
+  objectives.make_objective(train.objective, objective)
+  if train.objective in objectives.PREFERENCES and train.branches < 2:
+    raise UserError(f'{train.objective} compares branches; raise --branches from {train.branches} to 2 or more.')
+  config.check_train(train, where.data)
+  mesh_ = mesh.make_mesh(where.data, where.seq)
+  config.check_replay(replay, mesh_.shape[mesh.SEQ], train.branches)
+  if train.prompt_len > replay.prefix_capacity + 1:
+    raise UserError(f'prompt_len={train.prompt_len} is longer than the capacity of {replay.prefix_capacity + 1}; '
+                    f'raise --prefix_capacity to {train.prompt_len} or leave it at 0 to fit.')
+  if train.max_new_tokens > replay.branch_capacity:
+    raise UserError(f'max_new_tokens={train.max_new_tokens} is more than branch_capacity='
+                    f'{replay.branch_capacity}; raise --branch_capacity or leave it at 0 to fit.')
+  specs = mesh.parameter_specs(model.shapes(shape), mesh_.shape[mesh.SEQ], replay.shard_params)
+  if train.data_file:
+    source = sources.of_file(train, sources.pick_tokenizer(train, shape.vocab_size))
+  else:
+    source = sources.of_task(train, train.prompt_len)
+  return Run(where, shape, train, replay, objective, mesh_, jnp.dtype(flags.dtype), mesh.shardings(mesh_, specs), source)
+
+
+def resolved(run: Run) -> dict:
+  """The whole configuration, as config.json holds it."""
+  parts = {name: dataclasses.asdict(getattr(run, name)) for name in ('model', 'train', 'replay', 'objective')}
+  return parts | {'mesh': dict(run.mesh.shape), 'dtype': run.dtype.name,
+                  'preset': run.train.init or run.where.model}
+
+
+def make_optimizer(run: Run, learning_rate: float, ramp: int, decay: int = 0):
+  """AdamW behind a clip; the rate rises over `ramp` updates and falls to a tenth at update `decay`."""
+  schedule = optax.linear_schedule(0.0, learning_rate, ramp) if ramp else optax.constant_schedule(learning_rate)
+  if decay > ramp:
+    fall = optax.linear_schedule(learning_rate, learning_rate / 10, decay - ramp)
+    schedule = optax.join_schedules([schedule, fall], [ramp])
+  return optax.chain(optax.clip_by_global_norm(run.train.clip_norm),
+                     optax.adamw(schedule, b2=0.99, weight_decay=run.train.weight_decay))
+
+
+def needs_reference(run: Run) -> bool:
+  """Whether the objective reads a reference policy: the warm-up's parameters."""
+  return bool(run.objective.kl_coef) or run.train.objective in objectives.NEEDS_REFERENCE
+
+
+def make_learner(run: Run, optimizer) -> Learner:
+  """Initial parameters, or those of --init, laid over the mesh where they belong."""
+  if run.train.init:
+    params = hf.load(run.train.init, run.model, run.mesh, run.replay, run.dtype)
+  else:
+    init = lambda key: model.init(run.model, key, run.dtype)
+    params = jax.jit(init, out_shardings=run.shardings)(jax.random.key(run.train.seed))
+  reference = params if needs_reference(run) else None
+  return on_mesh(run, Learner(params, jax.jit(optimizer.init)(params), jax.random.key(run.train.seed + 1),
+                              jnp.int32(0), reference))
+
+
+def on_mesh(run: Run, tree):
+  """Lays leaves that are not on all of the mesh over it, so that restored ones lie where parameters do."""
+  whole = NamedSharding(run.mesh, PartitionSpec())
+  return jax.tree.map(
+      lambda x: x if x.sharding.device_set == whole.device_set else jax.device_put(x, whole), tree)
+
+
+def update_function(optimizer):
+  """Jitted (params, opt_state, gradient, loss, weight=1) -> params, opt_state, gradient norm, whether finite.
+
+  weight: the gradient is scaled by it. Neither parameters nor moments are touched by
+  a gradient or a loss that is not finite.
+  """
+  def update(params, opt_state, grads, loss, weight=1.0):
+    grads = jax.tree.map(lambda g: g * jnp.asarray(weight, g.dtype), grads)
+    norm = optax.tree.norm(grads)
+    finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+    safe = jax.tree.map(lambda g: jnp.where(finite, g, 0), grads)
+    updates, new_state = optimizer.update(safe, opt_state, params)
+    new_params = optax.apply_updates(params, updates)
+    keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+    return keep(new_params, params), keep(new_state, opt_state), norm, finite
+  return jax.jit(update, donate_argnums=(0, 1))
+
+
+# ---------------------------------------------------------------- rollouts
+
+
+def stack_prompts(replay: ReplayConfig, prompts) -> sample.Prompts:
+  prefixes, lengths = zip(*(batch.make_prefix(replay, p) for p in prompts))
+  return sample.Prompts(np.stack(prefixes), np.stack(lengths), np.array([p[-1] for p in prompts], np.int32))
+
+
+def sampling_of(run: Run) -> sample.Sampling:
+  return sample.Sampling(np.float32(run.train.temperature), np.float32(run.train.top_p),
+                         np.int32(run.source.stop_token))
+
+
+def rewards_of(source: sources.Source, examples, rollout) -> np.ndarray:
+  """Rewards [N, G] of sampled tokens."""
+  tokens, length = np.asarray(rollout.tokens), np.asarray(rollout.length)
+  return np.array([[source.reward(e, tokens[i, g, :length[i, g]]) for g in range(tokens.shape[1])]
+                   for i, e in enumerate(examples)])
+
+
+def evaluator(run: Run, capacity: int):
+  """(params, prompt_len) -> mean sampled reward on held-out prompts, any length up to capacity.
+
+  Prompts of --data_file are as long as they are, whatever prompt_len says.
+  """
+  train = run.train
+  corpora = None if train.data_file else tasks.make_task(train.task, train.prompt_len).corpora
+  replay = dataclasses.replace(run.replay, prefix_capacity=capacity)
+  rows = run.mesh.shape[mesh.DATA]
+  rollout = sample.rollout_function(run.mesh, run.model, replay, train.eval_samples, train.max_new_tokens,
+                                    keep_captured=False)
+
+  def evaluate(params, prompt_len):
+    source = run.source if train.data_file else sources.of_task(train, prompt_len, corpora)
+    count = max(c for c in range(rows, min(train.eval_prompts, 8 * rows) + 1, rows) if train.eval_prompts % c == 0)
+    rewards = []
+    for first in range(0, train.eval_prompts, count):
+      examples = [source.example('test', i) for i in range(first, first + count)]
+      keys = jax.random.split(jax.random.fold_in(jax.random.key(train.seed + 2), first), count)
+      out, _ = rollout(params, stack_prompts(replay, [e.prompt for e in examples]), keys, sampling_of(run))
+      rewards.append(rewards_of(source, examples, out))
+    return float(np.nanmean(rewards))
+
+  return evaluate
+
+
+# ---------------------------------------------------------------- supervised warm-up
+
+
+def warm_up(run: Run, evaluate, writer) -> Any:
+  """Supervised updates on questions and answers, short documents first; returns parameters.
+
+  A document's six questions are six branches of one prefix: the same engine with
+  another objective. Each part ends at a sampled reward on held-out prompts.
+  """
+  train, started = run.train, time.monotonic()
+  replay = dataclasses.replace(run.replay, segment_len=-(-train.warmup_len // run.mesh.shape[mesh.SEQ])
+                               * run.mesh.shape[mesh.SEQ], mode='exact')
+  objective = objectives.make_objective('nll', ObjectiveConfig())
+  optimizer = make_optimizer(run, train.warmup_learning_rate, 20)
+  learner, update = make_learner(run, optimizer), update_function(optimizer)
+  params, opt_state, cursor, gradient = learner.params, learner.opt_state, 0, None
+  corpora = tasks.make_task(train.task, train.prompt_len).corpora
+  parts = [(train.warmup_len, train.warmup_prompts, train.warmup_updates, train.warmup_short_reward, 10),
+           (train.prompt_len, train.prompts, train.warmup_long_updates, train.warmup_reward, 2)]
+  for length, prompts, updates, enough, every in parts:
+    task, reward = tasks.make_task(train.task, length, corpora), None
+    for i in range(updates):
+      documents = [tasks.warmup_example(task, 'train', cursor + j, train.seed + 3) for j in range(prompts)]
+      cursor += prompts
+      groups = batch.stack([batch.make_group(
+          run.model, replay, d.prompt, [b.tokens for b in d.branches], masks=[b.mask for b in d.branches],
+          dtype=run.dtype) for d in documents])
+      if gradient is None:
+        gradient = gradients.gradient_function(run.mesh, run.model, replay, objective, groups)
+      result = gradient(params, groups)
+      loss = result.loss.mean()
+      params, opt_state, _, _ = update(params, opt_state, result.grads, loss)
+      if (i + 1) % every == 0:
+        reward = evaluate(params, length)
+        writer.write({'stage': 'warmup', 'step': 0, 'update': i + 1, 'prompt_len': length, 'loss': float(loss),
+                      'reward': reward, 'seconds': time.monotonic() - started})
+        common.log(f'warm-up, prompts of {length}: update {i + 1}/{updates}  loss {float(loss):.3f}  '
+                   f'held-out reward {reward:.3f}')
+        if reward >= enough:
+          break
+  return params

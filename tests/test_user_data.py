@@ -1,0 +1,80 @@
+"""A run on a user's own files: checkpoint folder, tokenizer, JSONL prompts and reward, then export."""
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from branchreplay import hf, mesh, model
+from branchreplay.config import ModelConfig, ReplayConfig
+from experiments import common, export, train
+
+SHAPE = ModelConfig(vocab_size=320, width=16, mlp_width=24, repeats=1, heads=4, kv_heads=2, head_dim=8,
+                    tied_embeddings=True)
+TINY = ['--prompt_len=24', '--prompts=2', '--branches=4', '--data=1', '--seq=2', '--segment_len=16', '--dtype=float32',
+        '--eval_prompts=2', '--eval_samples=2', '--checkpoint_every=2', '--max_new_tokens=5', '--learning_rate=0.02']
+
+
+@pytest.fixture
+def checkpoint(tokenizer_folder):
+  hf.save(tokenizer_folder, model.init(SHAPE, jax.random.key(0), np.float32), SHAPE)
+  return tokenizer_folder
+
+
+@pytest.fixture
+def files(checkpoint, monkeypatch):
+  """Flags that name a checkpoint, a JSONL file of texts and chats, and a reward of the user's own."""
+  folder = checkpoint / 'mine'
+  folder.mkdir()
+  monkeypatch.chdir(folder)
+  records = [{'prompt': f'the fact is {i}', 'answer': str(i)} for i in range(8)]
+  records.append({'prompt': [{'role': 'user', 'content': 'what is the fact? ' * 9}], 'answer': 'three'})
+  (folder / 'prompts.jsonl').write_text(''.join(json.dumps(r) + '\n' for r in records))
+  (folder / 'own_reward.py').write_text(
+      'def short(prompt, response, answer):\n  assert prompt and answer\n  return float(len(response) < 4)\n'
+      'def nothing(prompt, response, answer):\n  return float("nan")\n')
+  return [f'--init={checkpoint}', '--data_file=prompts.jsonl', '--long_prompts=truncate', '--reward=own_reward:short']
+
+
+def run(*flags):
+  common.run(train.define, train.main, ['train', *TINY, *flags])
+
+
+def test_a_run_on_own_files_resumed_half_way_and_exported(files, checkpoint, capsys):
+  run(*files, '--workdir=straight', '--steps=4')
+  run(*files, '--workdir=halves', '--steps=2')
+  run(*files, '--workdir=halves', '--steps=4')
+  assert 'going on after update 2' in capsys.readouterr().err
+  for name in ('straight', 'halves'):
+    common.run(export.define, export.main, ['export', f'--workdir={name}', f'--folder={name}-out'])
+  straight, halves = (open(f'{name}-out/model.safetensors', 'rb').read() for name in ('straight', 'halves'))
+  assert straight == halves
+  trained, before = load_file('halves-out/model.safetensors'), load_file(checkpoint / 'model.safetensors')
+  assert trained.keys() == before.keys() and any(np.any(trained[k] != before[k]) for k in before)
+  assert open('halves-out/tokenizer.json').read() == (checkpoint / 'tokenizer.json').read_text()
+  again = hf.load('halves-out', hf.read_config('halves-out'), mesh.make_mesh(1, 1), ReplayConfig())
+  assert hf.read_config('halves-out') == SHAPE and again.embed.shape == (320, 16)
+  rows = [json.loads(line) for line in open('halves/metrics.jsonl')]
+  assert sum(r['cut_prompts'] for r in rows if r['stage'] == 'rl') > 0  # the long chat, in 8 prompts of 8
+
+
+@pytest.mark.parametrize('flags, sentence', [
+    (['--reward=own_reward:nothing'], r'prompts.jsonl, line \d+: the reward of the response .* is nan'),
+    (['--long_prompts=refuse'], r'prompts.jsonl, line 9: the prompt has \d+ tokens, the capacity is 24'),
+    (['--data_file=absent.jsonl'], 'absent.jsonl cannot be read'), (['--init=absent'], 'absent'),
+    (['--tokenizer=absent'], 'absent has no tokenizer.json')])
+def test_mistakes_end_in_one_sentence(files, capsys, flags, sentence):
+  with pytest.raises(SystemExit) as stop:
+    run(*files, '--workdir=run', '--steps=4', *flags)
+  error = capsys.readouterr().err
+  assert stop.value.code == 2 and 'Traceback' not in error
+  assert re.search(sentence, error)
+
+
+def test_nothing_to_export(files, capsys):
+  for flags, sentence in ((['--folder=out'], 'cannot be read'), ([], 'say where to with --folder')):
+    with pytest.raises(SystemExit) as stop:
+      common.run(export.define, export.main, ['export', '--workdir=absent', *flags])
+    assert stop.value.code == 2 and sentence in capsys.readouterr().err
