@@ -60,6 +60,7 @@ fi
 export PYTHONPATH=$root PYTHONSAFEPATH=1 TF_CPP_MIN_LOG_LEVEL=${TF_CPP_MIN_LOG_LEVEL:-2}
 if [[ $name == test ]]; then
   cd "$root"
-  exec "$venv/bin/python" -m pytest --rootdir="$root" -o testpaths=tests "$@"
+  # Two processes; a file's tests share what they compile.
+  exec "$venv/bin/python" -m pytest --rootdir="$root" -o testpaths=tests -n 2 --dist loadfile "$@"
 fi
 exec "$venv/bin/python" -m "experiments.$name" "$@"

@@ -194,13 +194,14 @@ def train_step(run: Run, functions: Functions, learner: Learner, step: int):
     loss = jnp.mean(jnp.stack([r.loss.mean() for r in results]))
     params, opt_state, norm, finite = functions.update(params, opt_state, total, loss, weight)
     total, skipped = None, skipped + (not bool(finite))
+  total_of = lambda count: int(sum(count(data) for data in batches))
+  row = {'stage': 'rl', 'step': step + 1, 'reward': float(np.nanmean([data.rewards for data in batches])),
+         **{name: float(np.mean([np.mean(r.metrics[name]) for r in results])) for name in results[0].metrics},
+         'grad_norm': float(norm), 'skipped': skipped, 'cut_prompts': total_of(lambda data: data.cut),
+         'informative': total_of(lambda data: informative(data).sum()), **positions(train, batches),
+         'seconds': time.monotonic() - started}
   return learner._replace(params=params, opt_state=opt_state, key=next_key,
-                          cursor=learner.cursor + sum(len(data.rewards) for data in batches)), {
-      'stage': 'rl', 'step': step + 1, **{k: float(np.mean([np.mean(r.metrics[k]) for r in results]))
-                                          for k in results[0].metrics},
-      'reward': float(np.nanmean([data.rewards for data in batches])), 'grad_norm': float(norm),
-      'cut_prompts': sum(data.cut for data in batches), 'informative': int(sum(informative(data).sum() for data in batches)), 'skipped': skipped,
-      **positions(train, batches), 'seconds': time.monotonic() - started}
+                          cursor=learner.cursor + total_of(lambda data: len(data.rewards))), row
 
 
 def positions(train, batches: list[Batch]) -> dict:
@@ -219,14 +220,17 @@ def reinforce(run: Run, learner: Learner, optimizer, start: int, writer, manager
   with metrics.Progress(train.steps, start) as progress:
     for step in range(start, train.steps):
       before = learner
-      learner, row = train_step(run, functions, learner, step)
+      try:
+        learner, row = train_step(run, functions, learner, step)
+        if row['skipped'] and train.on_nonfinite == 'stop':
+          raise UserError(f'the loss or gradient of update {step + 1} is not finite; the updates before it are saved: '
+                          'go on past it with --on_nonfinite=skip, or start anew in another --workdir with a lower '
+                          '--learning_rate.')
+      except UserError:  # also a reward function's; the parameters are those of before
+        checkpoint.save(manager, step, learner._replace(key=before.key, cursor=before.cursor)._asdict(), {})
+        raise
       writer.write(row)
       progress.update(step + 1, row['positions'], row['reward'], row['loss'])
-      if row['skipped'] and train.on_nonfinite == 'stop':
-        checkpoint.save(manager, step, learner._replace(key=before.key, cursor=before.cursor)._asdict(), {})
-        raise UserError(f'the loss or gradient of update {step + 1} is not finite; the {step} updates before it are '
-                        'saved: go on past it with --on_nonfinite=skip, or start anew in another --workdir with a '
-                        'lower --learning_rate.')
       last = step + 1 == train.steps
       if last or (step + 1) % train.eval_every == 0:
         writer.write({'stage': 'eval', 'step': step + 1, 'reward': evaluate(learner.params, train.prompt_len)})
@@ -243,16 +247,11 @@ def main(flags):
   evaluate = training.evaluator(run, (1 if train.data_file else 4) * run.replay.prefix_capacity)
   started = time.monotonic()
   with checkpoint.open_checkpoints(workdir) as manager:
-    learner = training.make_learner(run, optimizer)
-    target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), learner._asdict())
-    found = checkpoint.restore_latest(manager, target)
-    start = found[0] if found else 0
-    with metrics.JsonlWriter(workdir / 'metrics.jsonl', start) as writer:
-      writer.write({'stage': 'start', 'step': start} | common.provenance())
-      if found:
-        learner = Learner(**found[1])
-        common.log(f'{workdir}: going on after update {start}.')
-      else:
+    start, learner = training.restore(run, manager, training.make_learner(run, optimizer))
+    with metrics.JsonlWriter(workdir / 'metrics.jsonl', start or 0) as writer:
+      writer.write({'stage': 'start', 'step': start or 0} | common.provenance())
+      if start is None:
+        start = 0
         if train.data_file or train.init:  # a warm-up is for the tasks, from scratch
           params = learner.params
         else:
@@ -276,18 +275,18 @@ def finish(run: Run, workdir, learner: Learner, evaluate, seconds: float) -> Non
   updates = [r for r in rows if r['stage'] == 'rl']
   positions = sum(r['positions'] for r in updates)
   full = sum(r['positions_full_sequences'] for r in updates)
+  mode = 'full sequences' if train.full_sequence else run.replay.mode
   figure = plots.training(workdir / 'reward.png', rows, train.branches)
   common.log(
-      f'{train.objective} on {train.data_file or train.task}: {len(updates)} updates of {train.prompts} prompts of {train.prompt_len} positions, '
-      f'{train.branches} branches each, on {run.mesh.size} devices, mode '
-      f'{"full sequences" if train.full_sequence else run.replay.mode}.\n'
+      f'{train.objective} on {train.data_file or train.task}: {len(updates)} updates of {train.prompts} prompts of '
+      f'{train.prompt_len} positions, {train.branches} branches each, on {run.mesh.size} devices, mode {mode}.\n'
       f'Held-out reward {before:.3f} {"before" if train.data_file else "after the warm-up"}, now '
       + ', '.join(f'{r:.3f} at {k} the trained length' for k, r in held_out.items()) + '.\n'
       f'{positions:,} positions went through forward and backward; full sequences would take {full:,}, '
       f'{full / max(positions, 1):.1f} times as many.\nCurve: {figure}')
   row = common.provenance() | {
-      'task': train.data_file or train.task, 'mode': 'full' if train.full_sequence else run.replay.mode, 'seed': train.seed,
-      'steps': train.steps, 'prompt_len': train.prompt_len, 'prompts': train.prompts, 'branches': train.branches,
+      'model': train.init or run.where.model, 'task': train.data_file or train.task, 'objective': train.objective,
+      'mode': mode, 'seed': train.seed, 'mesh': dict(run.mesh.shape), 'steps': train.steps, 'prompt_len': train.prompt_len, 'prompts': train.prompts, 'branches': train.branches,
       'reward_after_warmup': before, 'held_out_reward': held_out, 'positions': positions,
       'positions_full_sequences': full, 'seconds': seconds}
   if run.where.out:

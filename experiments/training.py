@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from branchreplay import batch, config, gradients, hf, mesh, model, objectives, sample, tasks
+from branchreplay import batch, checkpoint, config, gradients, hf, mesh, model, objectives, sample, tasks
 from branchreplay.config import ObjectiveConfig, ReplayConfig, TrainConfig, UserError
 from experiments import common, sources
 
@@ -67,8 +67,11 @@ def fit_mesh(where: Where) -> Where:
   return where
 
 
-def make_run(flags) -> Run:
-  """Configurations from flags, checked against each other and the devices."""
+def make_run(flags, kind: str = 'answer') -> Run:
+  """Configurations from flags, checked against each other and the devices.
+
+  kind: what a record of --data_file has beside its prompt, see data.py.
+  """
   where, train = fit_mesh(common.from_flags(flags, Where())), common.from_flags(flags, TrainConfig())
   objective = common.from_flags(flags, config.objective_preset(train.objective), only_given=True)
   replay = common.from_flags(flags, REPLAY, skip=('accumulate_dtype',))
@@ -94,7 +97,7 @@ def make_run(flags) -> Run:
                     f'{replay.branch_capacity}; raise --branch_capacity or leave it at 0 to fit.')
   specs = mesh.parameter_specs(model.shapes(shape), mesh_.shape[mesh.SEQ], replay.shard_params)
   if train.data_file:
-    source = sources.of_file(train, sources.pick_tokenizer(train, shape.vocab_size))
+    source = sources.of_file(train, sources.pick_tokenizer(train, shape.vocab_size), kind)
   else:
     source = sources.of_task(train, train.prompt_len)
   return Run(where, shape, train, replay, objective, mesh_, jnp.dtype(flags.dtype), mesh.shardings(mesh_, specs), source)
@@ -115,6 +118,16 @@ def make_optimizer(run: Run, learning_rate: float, ramp: int, decay: int = 0):
     schedule = optax.join_schedules([schedule, fall], [ramp])
   return optax.chain(optax.clip_by_global_norm(run.train.clip_norm),
                      optax.adamw(schedule, b2=0.99, weight_decay=run.train.weight_decay))
+
+
+def restore(run: Run, manager, learner: Learner) -> tuple[int | None, Learner]:
+  """(step, learner) of the last checkpoint, laid out as `learner` is; (None, learner) without one."""
+  target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), learner._asdict())
+  found = checkpoint.restore_latest(manager, target)
+  if found is None:
+    return None, learner
+  common.log(f'{run.where.workdir}: going on after update {found[0]}.')
+  return found[0], Learner(**found[1])
 
 
 def needs_reference(run: Run) -> bool:

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 from branchreplay import hf, mesh, model
 from branchreplay.config import ModelConfig, ReplayConfig
-from experiments import common, export, train
+from experiments import common, export, train, train_dpo
 
 SHAPE = ModelConfig(vocab_size=320, width=16, mlp_width=24, repeats=1, heads=4, kv_heads=2, head_dim=8,
                     tied_embeddings=True)
@@ -77,4 +77,24 @@ def test_nothing_to_export(files, capsys):
   for flags, sentence in ((['--folder=out'], 'cannot be read'), ([], 'say where to with --folder')):
     with pytest.raises(SystemExit) as stop:
       common.run(export.define, export.main, ['export', '--workdir=absent', *flags])
+    assert stop.value.code == 2 and sentence in capsys.readouterr().err
+
+
+def test_preference_pairs(files, capsys):
+  records = [{'prompt': f'the fact is {i}', 'chosen': f'three {i}', 'rejected': 'answer'} for i in range(12)]
+  open('pairs.jsonl', 'w').write(''.join(json.dumps(r) + '\n' for r in records))
+  flags = [*TINY, files[0], '--data_file=pairs.jsonl', '--workdir=pairs', '--branch_capacity=16']
+  common.run(train_dpo.define, train_dpo.main, ['train_dpo', *flags, '--steps=4'])
+  common.run(train_dpo.define, train_dpo.main, ['train_dpo', *flags, '--steps=10'])
+  output = capsys.readouterr()
+  assert 'going on after update 4' in output.err
+  held_out = json.loads(output.out.splitlines()[-1])['held_out']
+  rows = [json.loads(line) for line in open('pairs/metrics.jsonl')]
+  assert held_out['accuracy'] == 1 and held_out['margin'] > 1
+  np.testing.assert_allclose(rows[1]['loss'], np.log(2), rtol=1e-5)  # the policy is the reference before update 1
+  assert [r['step'] for r in rows if r['stage'] == 'rl'] == list(range(1, 11))
+  for wrong, sentence in ((['--objective=grpo'], 'an --objective of dpo'),
+                          (['--data_file=prompts.jsonl'], 'line 1: "chosen" is missing')):
+    with pytest.raises(SystemExit) as stop:
+      common.run(train_dpo.define, train_dpo.main, ['train_dpo', *flags, '--steps=10', *wrong])
     assert stop.value.code == 2 and sentence in capsys.readouterr().err
