@@ -148,9 +148,9 @@ class TrainConfig:
   full_sequence: bool = False  # train on full sequences by plain autodiff instead of replay
   inner_epochs: int = 1  # updates on one batch of rollouts
   groups_at_once: int = 1  # prompts of a device row whose captures are alive at once
-  learning_rate: float = 1.5e-3  # of AdamW, after the ramp
+  learning_rate: float = 1e-3  # of AdamW, after the ramp
   ramp_steps: int = 10  # updates over which the learning rate rises from 0
-  decay_steps: int = 450  # update at which it has fallen to a tenth; 0: it stays
+  decay_steps: int = 0  # update at which it has fallen to a tenth; 0: it stays
   weight_decay: float = 0.01  # of AdamW
   clip_norm: float = 1.0  # gradients are scaled down to this global norm
   temperature: float = 1.0  # of sampling; 0: greedy
@@ -165,8 +165,8 @@ class TrainConfig:
   warmup_prompts: int = 32  # short prompts of an update
   warmup_long_updates: int = 60  # most supervised updates on prompts of prompt_len
   warmup_learning_rate: float = 5e-3  # of AdamW in the warm-up
-  warmup_short_reward: float = 0.75  # sampled reward on short prompts that ends the first part
-  warmup_reward: float = 0.33  # sampled reward at prompt_len that ends the warm-up
+  warmup_short_reward: float = 0.5  # sampled reward on short prompts that ends the first part
+  warmup_reward: float = 0.3  # sampled reward at prompt_len that ends the warm-up
   eval_every: int = 40  # updates between evaluations on held-out prompts
   eval_prompts: int = 64  # held-out prompts of an evaluation
   eval_samples: int = 4  # responses sampled for each of them

@@ -29,3 +29,23 @@ def training(path, rows: list[dict], branches: int) -> Path:
   right.legend()
   figure.savefig(path, dpi=120)
   return Path(path)
+
+
+def curves(path, rows: list[dict], by: str) -> Path:
+  """Held-out reward over updates, a line for each value of `by`: mean and range over seeds; writes a PNG."""
+  from matplotlib.figure import Figure
+  figure = Figure(figsize=(6, 4), layout='constrained')
+  axes = figure.subplots()
+  for name in dict.fromkeys(r[by] for r in rows):
+    found = {}
+    for r in rows:
+      if r[by] == name:
+        found.setdefault(r['step'], {})[r['seed']] = r['reward']  # a row written again counts once
+    steps = sorted(found)
+    values = [list(found[s].values()) for s in steps]
+    line, = axes.plot(steps, [sum(v) / len(v) for v in values], 'o-', label=f'{name} ({len(values[0])} seeds)')
+    axes.fill_between(steps, [min(v) for v in values], [max(v) for v in values], alpha=0.2, color=line.get_color())
+  axes.set(xlabel='update', ylabel='held-out reward', ylim=(0, 1.02))
+  axes.legend()
+  figure.savefig(path, dpi=120)
+  return Path(path)

@@ -64,6 +64,12 @@ def informative(data: Batch) -> np.ndarray:
   return np.any(data.groups.advantages != 0, 1)
 
 
+def make_functions(run: Run, optimizer) -> Functions:
+  keep = not (run.train.full_sequence or run.train.objective == 'ppo')  # captures for the update
+  rollout = sample.rollout_function(run.mesh, run.model, run.replay, run.train.branches, run.train.max_new_tokens, keep)
+  return Functions(rollout, training.update_function(optimizer), {})
+
+
 def batch_function(run: Run, functions: Functions, kind: str, groups):
   """The jitted function `kind` for groups of this shape: captured, fresh or score."""
   key = kind, jax.tree.structure(groups)
@@ -214,9 +220,7 @@ def positions(train, batches: list[Batch]) -> dict:
 def reinforce(run: Run, learner: Learner, optimizer, start: int, writer, manager, evaluate):
   """All updates from `start` on; returns the learner."""
   train = run.train
-  rollout = sample.rollout_function(run.mesh, run.model, run.replay, train.branches, train.max_new_tokens,
-                                    keep_captured=not (train.full_sequence or train.objective == 'ppo'))
-  functions = Functions(rollout, training.update_function(optimizer), {})
+  functions = make_functions(run, optimizer)
   with metrics.Progress(train.steps, start) as progress:
     for step in range(start, train.steps):
       before = learner
