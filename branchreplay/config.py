@@ -181,7 +181,7 @@ QWEN3_5 = ModelConfig(  # what the dense Qwen3.5 models share
 PRESETS = {
     'tiny-dense': ModelConfig(),
     'tiny-hybrid': ModelConfig(
-        pattern=('deltanet', 'full'), repeats=1, kv_heads=4, head_dim=16, rotary_fraction=0.25,
+        pattern=('deltanet', 'full'), repeats=1, head_dim=16, rotary_fraction=0.25,
         qk_norm=False,  # normed queries and keys of 16 channels are slow to pick one of 1,024 positions
         output_gate=True, delta_key_heads=4, delta_key_dim=16, delta_value_dim=16, norm_offset=1.0),
     'tiny-window': ModelConfig(
