@@ -156,7 +156,7 @@ class TrainConfig:
   temperature: float = 1.0  # of sampling; 0: greedy
   top_p: float = 1.0  # nucleus sampling; 1: off
   max_new_tokens: int = 2  # longest response
-  resample: int = 0  # most further dispatches until `prompts` groups have unequal rewards (dapo); 0: off
+  resample: int = 0  # dynamic sampling: most further rollouts until `prompts` groups have unequal rewards; 0: off
   overlong_buffer: int = 0  # tokens before max_new_tokens over which a penalty grows to 1 (dapo); 0: off
   drop_nonfinite_rewards: bool = False  # drop responses whose reward is not finite, instead of stopping
   on_nonfinite: str = 'skip'  # skip | stop, at a loss or gradient that is not finite

@@ -65,7 +65,8 @@ def informative(data: Batch) -> np.ndarray:
 
 
 def make_functions(run: Run, optimizer) -> Functions:
-  keep = not (run.train.full_sequence or run.train.objective == 'ppo')  # captures for the update
+  # A capture serves the update too, unless the update begins when all is sampled.
+  keep = not (run.train.full_sequence or run.train.resample or run.train.objective == 'ppo')
   rollout = sample.rollout_function(run.mesh, run.model, run.replay, run.train.branches, run.train.max_new_tokens, keep)
   return Functions(rollout, training.update_function(optimizer), {})
 
@@ -136,8 +137,8 @@ def with_critic(run: Run, functions: Functions, params, batches: list[Batch]) ->
 def batch_weight(run: Run, batches: list[Batch]) -> float:
   """What the sum of the dispatches' gradients is scaled by: to the mean over what counts.
 
-  A dispatch's gradient is the mean over its N groups. Groups that dynamic sampling
-  drops have none, and count as little as their tokens do.
+  A dispatch's gradient is the mean over its N groups. With dynamic sampling groups of
+  equal rewards count as little as their tokens do.
   """
   groups = sum(len(data.rewards) for data in batches)
   counts = [informative(data) if run.train.resample else np.ones(len(data.rewards), bool) for data in batches]
@@ -148,26 +149,39 @@ def batch_weight(run: Run, batches: list[Batch]) -> float:
   return float(groups / len(batches) / max(count, 1))
 
 
-def sample_batches(run: Run, functions: Functions, learner: Learner, key):
-  """The step's batches, and their gradient where one is had from the rollouts' own captures.
+class Sampled(NamedTuple):
+  """What a step's rollouts gave: batches to train on, and what was seen on the way."""
+  batches: list[Batch]
+  results: list  # of the batches, without gradients, where they are had from the rollouts' own captures
+  total: Any  # the summed gradient, or None
+  pool: list[Batch]  # all dispatches
 
-  Dynamic sampling (`resample`) goes on until `prompts` groups are informative.
-  Returns batches, Results without gradients, the summed gradient or None.
-  """
-  train = run.train
+
+def sample_batches(run: Run, functions: Functions, learner: Learner, key) -> Sampled:
+  """Samples `prompts` groups; with `resample`, goes on until as many are informative."""
+  train, pool, results, total = run.train, [], [], None
   size = run.mesh.shape[mesh.DATA] * train.groups_at_once
-  batches, results, total = [], [], None
   least = train.prompts // size
-  while len(batches) < least or (len(batches) < least + train.resample
-                                 and sum(informative(b).sum() for b in batches) < train.prompts):
-    first = int(learner.cursor) + len(batches) * size
+  while len(pool) < least or (len(pool) < least + train.resample
+                              and sum(informative(data).sum() for data in pool) < train.prompts):
+    first = int(learner.cursor) + len(pool) * size
     examples = [run.source.example('train', first + i) for i in range(size)]
-    data = roll_out(run, functions, learner, examples, jax.random.fold_in(key, len(batches)))
-    if train.objective != 'ppo':
+    data = roll_out(run, functions, learner, examples, jax.random.fold_in(key, len(pool)))
+    if train.objective != 'ppo' and not train.resample:
       result, total = add_gradient(run, functions, learner.params, data, total)
       results.append(result)
-    batches.append(data._replace(captured=None))
-  return batches, results, total
+    pool.append(data._replace(captured=None))
+  batches = choose(pool, size, train.prompts) if train.resample else pool
+  return Sampled(batches, results, total, pool)
+
+
+def choose(pool: list[Batch], size: int, most: int) -> list[Batch]:
+  """Batches of `size` groups with the informative ones of `pool`, at most `most`, filled up with others."""
+  all_ = jax.tree.map(lambda *x: np.concatenate(x), *(data._replace(cut=np.zeros(0)) for data in pool))
+  good = informative(all_)
+  count = min(max(1, -(-int(good.sum()) // size)) * size, most)
+  order = np.argsort(~good, kind='stable')[:count]
+  return [jax.tree.map(lambda x: x[order[i:i + size]], all_._replace(cut=None)) for i in range(0, count, size)]
 
 
 def add_gradient(run: Run, functions: Functions, params, data: Batch, total):
@@ -184,7 +198,7 @@ def train_step(run: Run, functions: Functions, learner: Learner, step: int):
   """Rollouts and `inner_epochs` updates on them; returns the learner and a metrics row."""
   train, started = run.train, time.monotonic()
   key, next_key = jax.random.split(learner.key)
-  batches, results, total = sample_batches(run, functions, learner, key)
+  batches, results, total, pool = sample_batches(run, functions, learner, key)
   params, opt_state, weight, skipped = learner.params, learner.opt_state, batch_weight(run, batches), 0
   if train.objective == 'ppo':
     batches = with_critic(run, functions, params, batches)
@@ -200,8 +214,8 @@ def train_step(run: Run, functions: Functions, learner: Learner, step: int):
     loss = jnp.mean(jnp.stack([r.loss.mean() for r in results]))
     params, opt_state, norm, finite = functions.update(params, opt_state, total, loss, weight)
     total, skipped = None, skipped + (not bool(finite))
-  total_of = lambda count: int(sum(count(data) for data in batches))
-  row = {'stage': 'rl', 'step': step + 1, 'reward': float(np.nanmean([data.rewards for data in batches])),
+  total_of = lambda count: int(sum(count(data) for data in pool))
+  row = {'stage': 'rl', 'step': step + 1, 'reward': float(np.nanmean([data.rewards for data in pool])),
          **{name: float(np.mean([np.mean(r.metrics[name]) for r in results])) for name in results[0].metrics},
          'grad_norm': float(norm), 'skipped': skipped, 'cut_prompts': total_of(lambda data: data.cut),
          'informative': total_of(lambda data: informative(data).sum()), **positions(train, batches),
