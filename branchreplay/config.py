@@ -142,7 +142,7 @@ class TrainConfig:
   long_prompts: str = 'refuse'  # refuse | truncate (on the left), prompts longer than prompt_len
   prompts: int = 8  # prompts (groups) of an update
   branches: int = 8  # responses sampled for each prompt
-  steps: int = 450  # updates
+  steps: int = 420  # updates
   seed: int = 0  # of initial parameters, data and sampling
   objective: str = 'grpo'  # see objectives.py; coefficients that no flag gives are its paper's
   full_sequence: bool = False  # train on full sequences by plain autodiff instead of replay
@@ -150,13 +150,14 @@ class TrainConfig:
   groups_at_once: int = 1  # prompts of a device row whose captures are alive at once
   learning_rate: float = 1e-3  # of AdamW, after the ramp
   ramp_steps: int = 10  # updates over which the learning rate rises from 0
-  decay_steps: int = 0  # update at which it has fallen to a tenth; 0: it stays
+  decay_start: int = 280  # update from which it falls
+  decay_steps: int = 140  # updates over which it falls to a tenth; 0: it stays
   weight_decay: float = 0.01  # of AdamW
   clip_norm: float = 1.0  # gradients are scaled down to this global norm
   temperature: float = 1.0  # of sampling; 0: greedy
   top_p: float = 1.0  # nucleus sampling; 1: off
   max_new_tokens: int = 2  # longest response
-  resample: int = 0  # dynamic sampling: most further rollouts until `prompts` groups have unequal rewards; 0: off
+  resample: int = 4  # dynamic sampling: most further rollouts until `prompts` groups have unequal rewards; 0: off
   overlong_buffer: int = 0  # tokens before max_new_tokens over which a penalty grows to 1 (dapo); 0: off
   drop_nonfinite_rewards: bool = False  # drop responses whose reward is not finite, instead of stopping
   on_nonfinite: str = 'skip'  # skip | stop, at a loss or gradient that is not finite
@@ -165,12 +166,12 @@ class TrainConfig:
   warmup_prompts: int = 32  # short prompts of an update
   warmup_long_updates: int = 60  # most supervised updates on prompts of prompt_len
   warmup_learning_rate: float = 5e-3  # of AdamW in the warm-up
-  warmup_short_reward: float = 0.5  # sampled reward on short prompts that ends the first part
-  warmup_reward: float = 0.3  # sampled reward at prompt_len that ends the warm-up
-  eval_every: int = 40  # updates between evaluations on held-out prompts
+  warmup_short_reward: float = 0.4  # sampled reward on short prompts that ends the first part
+  warmup_reward: float = 0.4  # sampled reward at prompt_len that ends the warm-up
+  eval_every: int = 70  # updates between evaluations on held-out prompts
   eval_prompts: int = 64  # held-out prompts of an evaluation
   eval_samples: int = 4  # responses sampled for each of them
-  checkpoint_every: int = 50  # updates between checkpoints
+  checkpoint_every: int = 70  # updates between checkpoints
 
 
 QWEN3_5 = ModelConfig(  # what the dense Qwen3.5 models share
@@ -181,7 +182,7 @@ QWEN3_5 = ModelConfig(  # what the dense Qwen3.5 models share
 PRESETS = {
     'tiny-dense': ModelConfig(),
     'tiny-hybrid': ModelConfig(
-        pattern=('deltanet', 'full'), repeats=1, head_dim=16, rotary_fraction=0.25,
+        pattern=('deltanet', 'full'), repeats=1, kv_heads=4, head_dim=16, rotary_fraction=0.25,
         qk_norm=False,  # normed queries and keys of 16 channels are slow to pick one of 1,024 positions
         output_gate=True, delta_key_heads=4, delta_key_dim=16, delta_value_dim=16, norm_offset=1.0),
     'tiny-window': ModelConfig(
@@ -287,7 +288,7 @@ def check_train(train: TrainConfig, data: int) -> None:
   for name in ('prompt_len', 'prompts', 'branches', 'inner_epochs', 'groups_at_once', 'max_new_tokens',
                'eval_every', 'eval_prompts', 'eval_samples', 'checkpoint_every', 'warmup_len', 'warmup_prompts'):
     _require(getattr(train, name) >= 1, f'{name}={getattr(train, name)}; it must be at least 1.')
-  for name in ('steps', 'learning_rate', 'ramp_steps', 'decay_steps', 'weight_decay', 'temperature',
+  for name in ('steps', 'learning_rate', 'ramp_steps', 'decay_start', 'decay_steps', 'weight_decay', 'temperature',
                'seed', 'resample', 'overlong_buffer', 'warmup_updates',
                'warmup_long_updates', 'warmup_learning_rate'):
     _require(getattr(train, name) >= 0, f'{name}={getattr(train, name)}; it must not be negative.')

@@ -96,7 +96,6 @@ def run(define, main, argv: list[str] | None = None) -> None:
       return
     if extra:
       raise UserError(f'unexpected argument {extra[0]!r}; flags are written --name=value.')
-    quicker_compiles()
     if jax.config.jax_num_cpu_devices != flags.virtual_devices:
       jax.config.update('jax_num_cpu_devices', flags.virtual_devices)
     if flags.dtype == 'float64':
@@ -110,13 +109,6 @@ def run(define, main, argv: list[str] | None = None) -> None:
     _leave(2, str(error))
   except KeyboardInterrupt:
     _leave(130, 'interrupted by the user.')
-
-
-def quicker_compiles() -> None:
-  """On the CPU the older fusion code compiles in two thirds of the time and runs as fast."""
-  flag = '--xla_cpu_use_fusion_emitters'
-  if flag not in os.environ.get('XLA_FLAGS', ''):
-    os.environ['XLA_FLAGS'] = f"{os.environ.get('XLA_FLAGS', '')} {flag}=false".strip()
 
 
 def _leave(status: int, sentence: str) -> typing.NoReturn:

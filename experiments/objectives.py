@@ -52,7 +52,8 @@ def warm_start(flags, seed: int):
 def learn(flags, objective: str, seed: int, params, write) -> None:
   """One objective's updates from the warm start; a row at every evaluation."""
   run, started = configure(flags, seed=seed, objective=objective), time.monotonic()
-  optimizer = training.make_optimizer(run, run.train.learning_rate, run.train.ramp_steps, run.train.decay_steps)
+  t = run.train
+  optimizer = training.make_optimizer(run, t.learning_rate, t.ramp_steps, t.decay_start, t.decay_steps)
   learner = training.make_learner(run, optimizer)
   place = lambda x, like: jax.device_put(x, like.sharding)
   start = params.replace(value=learner.params.value)  # PPO's critic begins at 0

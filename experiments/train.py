@@ -260,7 +260,8 @@ def reinforce(run: Run, learner: Learner, optimizer, start: int, writer, manager
 def main(flags):
   run = training.make_run(flags)
   train = run.train
-  optimizer = training.make_optimizer(run, train.learning_rate, train.ramp_steps, train.decay_steps)
+  optimizer = training.make_optimizer(run, train.learning_rate, train.ramp_steps,
+                                      train.decay_start, train.decay_steps)
   workdir = checkpoint.claim_workdir(run.where.workdir, training.resolved(run), MAY_CHANGE)
   evaluate = training.evaluator(run, (1 if train.data_file else 4) * run.replay.prefix_capacity)
   started = time.monotonic()

@@ -110,12 +110,12 @@ def resolved(run: Run) -> dict:
                   'preset': run.train.init or run.where.model}
 
 
-def make_optimizer(run: Run, learning_rate: float, ramp: int, decay: int = 0):
-  """AdamW behind a clip; the rate rises over `ramp` updates and falls to a tenth at update `decay`."""
+def make_optimizer(run: Run, learning_rate: float, ramp: int, decay_start: int = 0, decay: int = 0):
+  """AdamW behind a clip; the rate rises over `ramp` updates and falls to a tenth over `decay` from `decay_start`."""
   schedule = optax.linear_schedule(0.0, learning_rate, ramp) if ramp else optax.constant_schedule(learning_rate)
-  if decay > ramp:
-    fall = optax.linear_schedule(learning_rate, learning_rate / 10, decay - ramp)
-    schedule = optax.join_schedules([schedule, fall], [ramp])
+  if decay:
+    fall = optax.linear_schedule(learning_rate, learning_rate / 10, decay)
+    schedule = optax.join_schedules([schedule, fall], [max(ramp, decay_start)])
   return optax.chain(optax.clip_by_global_norm(run.train.clip_norm),
                      optax.adamw(schedule, b2=0.99, weight_decay=run.train.weight_decay))
 
