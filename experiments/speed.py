@@ -25,6 +25,8 @@ class Speed:
   branches: int = 16  # responses of the prompt
   segment_len: int = 1024  # positions of a prefix segment
   replay_batch: int = 4  # branches replayed at once
+  row_block: int = 256  # query rows per block of the attention loops
+  key_block: int = 512  # keys per block of the attention loops
   devices: int = 8  # devices of the seq axis
   rounds: int = 3  # interleaved rounds; medians are reported
   full_rounds: int = 1  # of these, rounds in which full sequences run too
@@ -40,7 +42,8 @@ def variants(settings: Speed, dtype: str):
   shape = config.preset(settings.model)
   replay = ReplayConfig(
       segment_len=settings.segment_len, branch_segment_len=settings.branch_len, prefix_capacity=settings.prefix_len,
-      branch_capacity=settings.branch_len, replay_batch=settings.replay_batch)
+      branch_capacity=settings.branch_len, replay_batch=settings.replay_batch, row_block=settings.row_block,
+      key_block=settings.key_block)
   mesh_ = mesh.make_mesh(1, settings.devices)
   config.check_replay(replay, settings.devices, settings.branches)
   objective = objectives.make_objective('grpo', ObjectiveConfig())

@@ -219,13 +219,18 @@ def train_step(run: Run, functions: Functions, learner: Learner, step: int):
          **{name: float(np.mean([np.mean(r.metrics[name]) for r in results])) for name in results[0].metrics},
          'grad_norm': float(norm), 'skipped': skipped, 'cut_prompts': total_of(lambda data: data.cut),
          'informative': total_of(lambda data: informative(data).sum()), **positions(train, batches),
+         'positions_sampled': total_of(lambda data: data.groups.prefix_length.sum() + data.groups.length.sum()),
          'seconds': time.monotonic() - started}
   return learner._replace(params=params, opt_state=opt_state, key=next_key,
                           cursor=learner.cursor + total_of(lambda data: len(data.rewards))), row
 
 
 def positions(train, batches: list[Batch]) -> dict:
-  """Positions that went through forward and backward, and those of full sequences."""
+  """Positions that went through forward and backward, and those of full sequences.
+
+  Rollouts go forward besides, also those of groups that dynamic sampling leaves out
+  (`positions_sampled`).
+  """
   tokens = int(sum(data.groups.length.sum() for data in batches)) * train.inner_epochs
   prefix = int(sum(data.groups.prefix_length.sum() for data in batches)) * train.inner_epochs
   return {'positions': prefix + tokens, 'positions_full_sequences': prefix * train.branches + tokens}

@@ -233,13 +233,23 @@ def warm_up(run: Run, evaluate, writer) -> Any:
   objective = objectives.make_objective('nll', ObjectiveConfig())
   optimizer = make_optimizer(run, train.warmup_learning_rate, 20)
   learner, update = make_learner(run, optimizer), update_function(optimizer)
-  params, opt_state, cursor, gradient = learner.params, learner.opt_state, 0, None
+  params, opt_state, cursor, gradient, loss = learner.params, learner.opt_state, 0, None, None
   corpora = tasks.make_task(train.task, train.prompt_len).corpora
   parts = [(train.warmup_len, train.warmup_prompts, train.warmup_updates, train.warmup_short_reward, 10),
            (train.prompt_len, train.prompts, train.warmup_long_updates, train.warmup_reward, 2)]
   for length, prompts, updates, enough, every in parts:
-    task, reward = tasks.make_task(train.task, length, corpora), None
-    for i in range(updates):
+    task = tasks.make_task(train.task, length, corpora)
+    for i in range(updates + 1):
+      if i % every == 0:
+        reward = evaluate(params, length)
+        writer.write({'stage': 'warmup', 'step': 0, 'update': i, 'prompt_len': length, 'loss': loss, 'reward': reward,
+                      'seconds': time.monotonic() - started})
+        common.log(f'warm-up, prompts of {length}: update {i}/{updates}'
+                   + (f'  loss {loss:.3f}' if loss is not None else '') + f'  held-out reward {reward:.3f}')
+        if reward >= enough:
+          break
+      if i == updates:
+        break
       documents = [tasks.warmup_example(task, 'train', cursor + j, train.seed + 3) for j in range(prompts)]
       cursor += prompts
       groups = batch.stack([batch.make_group(
@@ -248,14 +258,6 @@ def warm_up(run: Run, evaluate, writer) -> Any:
       if gradient is None:
         gradient = gradients.gradient_function(run.mesh, run.model, replay, objective, groups)
       result = gradient(params, groups)
-      loss = result.loss.mean()
-      params, opt_state, _, _ = update(params, opt_state, result.grads, loss)
-      if (i + 1) % every == 0:
-        reward = evaluate(params, length)
-        writer.write({'stage': 'warmup', 'step': 0, 'update': i + 1, 'prompt_len': length, 'loss': float(loss),
-                      'reward': reward, 'seconds': time.monotonic() - started})
-        common.log(f'warm-up, prompts of {length}: update {i + 1}/{updates}  loss {float(loss):.3f}  '
-                   f'held-out reward {reward:.3f}')
-        if reward >= enough:
-          break
+      params, opt_state, _, _ = update(params, opt_state, result.grads, result.loss.mean())
+      loss = float(result.loss.mean())
   return params

@@ -151,3 +151,12 @@ def test_whitening_of_nothing_one_or_equal_values_is_zero(dtype):
 def test_whitening_by_hand():
   got = advantages.whiten(np.array([[1., 3, np.nan]]), np.array([[1, 1, 0]]))
   close(got, np.array([[-1, 1, 0]]) / np.sqrt(2 + 1e-8))
+
+
+@pytest.mark.parametrize('rewards, order, real', [
+    ([0.0, 3.0, 1.0, 2.0], [1, 0, 3, 2], [True] * 4), ([1.0, 1.0], [0, 1], [False] * 2),
+    ([0.0, 1.0, 0.5], [1, 0], [True] * 2), ([np.nan, 1.0, 0.0, 2.0], [3, 0, 1, 2], [False, False, True, True]),
+    ([1.0], [], [])])
+def test_preference_order(rewards, order, real):
+  got, marks = advantages.preference_order(np.array(rewards))
+  assert got.tolist() == order and marks.tolist() == real

@@ -1,6 +1,7 @@
 """experiments/train.py as a user runs it: mistakes in one sentence, exact resume, guarded updates."""
 import json
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +10,13 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
+from branchreplay import batch
+from branchreplay.config import PRESETS, ReplayConfig, TrainConfig
 from experiments import common, train, training
 
 TINY = ['--task=recall', '--prompt_len=64', '--prompts=2', '--branches=4', '--data=1', '--seq=2', '--segment_len=32',
         '--warmup_updates=1', '--warmup_long_updates=1', '--warmup_prompts=2', '--eval_prompts=2', '--eval_samples=2',
-        '--checkpoint_every=2']
+        '--checkpoint_every=2', '--resample=0']
 
 
 def run(tmp_path, *flags):
@@ -94,3 +97,37 @@ def test_nothing_non_finite_reaches_the_parameters(loss, grad):
     np.testing.assert_array_equal(a, b)
   new, _, _, finite = update(copy(params), copy(state), {'w': jnp.ones(3)}, jnp.array(0.0))
   assert finite and np.all(np.asarray(new['w']) < 1)
+
+
+def dispatch(rewards):
+  """A Batch of groups of two branches of one token."""
+  rewards = np.array(rewards, float)
+  group = batch.make_group(PRESETS['tiny-dense'], ReplayConfig(branch_capacity=1, branch_segment_len=1), [1, 2], [[3], [4]])
+  groups = batch.stack([group.replace(advantages=np.ptp(r) * np.array([1.0, -1.0])) for r in rewards])
+  return train.Batch(groups, None, rewards, rewards, 0)
+
+
+def test_dynamic_sampling_chooses_the_informative_groups():
+  pool = [dispatch([[0, 0], [1, 0]]), dispatch([[1, 1], [1, 1]]), dispatch([[0, 1], [0, 0]])]
+  chosen = train.choose(pool, 2, most=4)
+  assert len(chosen) == 1 and chosen[0].rewards.tolist() == [[1, 0], [0, 1]]
+  filled = train.choose(pool[:2], 2, most=4)
+  assert len(filled) == 1 and train.informative(filled[0]).tolist() == [True, False]
+  assert len(train.choose(pool * 3, 2, most=4)) == 2  # six informative, four asked for
+  assert len(train.choose(pool[1:2], 2, most=4)) == 1  # none: a gradient of zero, not an error
+
+
+@pytest.mark.parametrize('objective, resample, weight', [
+    ('grpo', 0, 1 / 2), ('grpo', 4, 2 / 3), ('dapo', 0, 2 / 8), ('dapo', 4, 2 / 6)])
+def test_gradients_are_scaled_to_the_mean_over_what_counts(objective, resample, weight):
+  """Two dispatches of two groups, three of them informative, two tokens each."""
+  run = SimpleNamespace(train=TrainConfig(objective=objective, resample=resample))
+  pool = [dispatch([[0, 1], [1, 0]]), dispatch([[1, 1], [0, 1]])]
+  assert train.batch_weight(run, pool) == pytest.approx(weight)
+
+
+def test_preference_pairs_of_sampled_branches():
+  groups = dispatch([[0, 1], [1, 1]]).groups
+  paired = train.pair_up(groups, np.array([[0.0, 1.0], [1.0, 1.0]]))
+  assert paired.targets[:, :, 0].tolist() == [[4, 3], [3, 4]]
+  assert paired.mask[:, :, 0].tolist() == [[1, 1], [0, 0]]
