@@ -166,8 +166,8 @@ class TrainConfig:
   warmup_prompts: int = 32  # short prompts of an update
   warmup_long_updates: int = 60  # most supervised updates on prompts of prompt_len
   warmup_learning_rate: float = 5e-3  # of AdamW in the warm-up
-  warmup_short_reward: float = 0.9  # sampled reward on short prompts that ends the first part
-  warmup_reward: float = 0.3  # sampled reward at prompt_len that ends the warm-up
+  warmup_short_reward: float = 0.4  # sampled reward on short prompts that ends the first part
+  warmup_reward: float = 0.4  # sampled reward at prompt_len that ends the warm-up
   eval_every: int = 70  # updates between evaluations on held-out prompts
   eval_prompts: int = 64  # held-out prompts of an evaluation
   eval_samples: int = 4  # responses sampled for each of them
