@@ -31,9 +31,10 @@ def make_group(mask, advantages=None, old=None, ref=None, **more):
   array = lambda x: None if x is None else jnp.asarray(x)
   mask = jnp.asarray(mask, float)
   advantages = jnp.zeros(mask.shape[0]) if advantages is None else jnp.asarray(advantages)
+  fields = {'sampler_logprobs': None, 'returns': None, 'old_values': None, 'denominator': None} | more
   return SimpleNamespace(mask=mask, length=mask.sum(1).astype(int), advantages=advantages,
                          old_logprobs=array(old), ref_logprobs=array(ref),
-                         **{name: array(value) for name, value in more.items()})
+                         **{name: array(value) for name, value in fields.items()})
 
 
 def run(name, config, scores, group):
@@ -134,7 +135,7 @@ def test_a_batchs_token_mean_is_that_of_one_large_group(name):
   count = group.mask.sum()
   whole = run(name, EVERYTHING, scores, group)
   parts = [run(name, EVERYTHING, jax.tree.map(lambda x: x[rows], scores),
-               SimpleNamespace(**cut(rows), denominator=count)) for rows in (slice(0, 1), slice(1, 4))]
+               SimpleNamespace(**cut(rows) | {'denominator': count})) for rows in (slice(0, 1), slice(1, 4))]
   close(parts[0][0] + parts[1][0], whole[0])
   close(np.concatenate([p[2].logprob for p in parts]), whole[2].logprob)
   close(np.concatenate([p[2].entropy for p in parts]), whole[2].entropy)
