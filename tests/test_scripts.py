@@ -13,10 +13,10 @@ def rows_of(module, capsys, *flags):
 
 def test_gradient_parity(capsys, tmp_path):
   sizes = ['--prefix_len=70', '--branches=4', '--branch_len=12', '--segment_len=32', '--branch_segment_len=8']
-  rows = rows_of(gradient_parity, capsys, *sizes, '--devices=1,2', '--mode=exact,detached', '--dtype=float64',
+  rows = rows_of(gradient_parity, capsys, *sizes, '--devices=2', '--mode=exact,detached', '--dtype=float64',
                  f'--out={tmp_path}/rows.jsonl')
   assert [json.loads(line) for line in (tmp_path / 'rows.jsonl').read_text().splitlines()] == rows
-  assert [(r['mode'], r['devices']) for r in rows] == [('exact', 1), ('exact', 2), ('detached', 1), ('detached', 2)]
+  assert [(r['mode'], r['devices']) for r in rows] == [('exact', 2), ('detached', 2)]
   for row in rows:
     assert row['loss'] == pytest.approx(row['loss_reference'], rel=1e-12)
     assert row['rel_l2'] <= 1e-10 if row['mode'] == 'exact' else 0.01 < row['rel_l2'] < 1

@@ -1,6 +1,7 @@
 """experiments/train.py as a user runs it: mistakes in one sentence, exact resume, guarded updates."""
 import json
 import re
+import shutil
 from types import SimpleNamespace
 
 import jax
@@ -63,13 +64,14 @@ def test_a_run_taken_up_again_is_bit_for_bit_a_straight_one(tmp_path, capsys):
   """With a KL term and two epochs a rollout, so that reference and old log-probs are in it."""
   straight, stopped, flags = tmp_path / 'straight', tmp_path / 'stopped', [*TINY, '--kl_coef=0.1', '--inner_epochs=2']
   run(straight, *flags, '--steps=4')
-  run(stopped, *flags, '--steps=2')
+  shutil.copytree(straight, stopped)
+  shutil.rmtree(stopped / 'checkpoints' / '4')  # as if killed after the checkpoint of update 2
   run(stopped, *flags, '--steps=4', f'--out={tmp_path}/rows.jsonl')
   output = capsys.readouterr()
   assert 'going on after update 2' in output.err
   closing = [json.loads(line) for line in output.out.splitlines()]
-  assert closing[0]['held_out_reward'] == closing[2]['held_out_reward']
-  assert json.loads((tmp_path / 'rows.jsonl').read_text()) == closing[2]
+  assert closing[0]['held_out_reward'] == closing[1]['held_out_reward']
+  assert json.loads((tmp_path / 'rows.jsonl').read_text()) == closing[1]
   assert rows(straight, 'rl') == rows(stopped, 'rl') and [r['step'] for r in rows(stopped, 'rl')] == [1, 2, 3, 4]
   assert len(rows(straight, 'start')) == 1 and len(rows(stopped, 'start')) == 2
   assert any(r['kl'] > 0 for r in rows(stopped, 'rl'))
