@@ -5,7 +5,8 @@
     bash launch.sh train --mode=detached                  LongStraw's gradient: stopped at the prompt
     bash launch.sh train --full_sequence                  plain autodiff on every full sequence
 
-Seen: held-out reward 0.391 after the supervised warm-up, 0.738 after 360 updates; the goal is 0.9.
+Seen in 9 minutes on 2 cores: held-out reward 0.42 after the supervised warm-up, 0.82 after 420 updates (the
+goal of 0.9 is not reached: few sampled groups are left whose rewards differ).
 The work directory holds config.json, metrics.jsonl, checkpoints and reward.png; the same
 command takes a stopped run up where its last checkpoint is, bit for bit.
 """
