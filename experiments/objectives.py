@@ -15,7 +15,7 @@ import time
 import jax
 import jax.numpy as jnp
 
-from branchreplay import metrics, sample
+from branchreplay import metrics
 from branchreplay.config import UserError
 from experiments import common, plots, train, training
 
@@ -52,8 +52,7 @@ def warm_start(flags, seed: int):
 def learn(flags, objective: str, seed: int, params, write) -> None:
   """One objective's updates from the warm start; a row at every evaluation."""
   run, started = configure(flags, seed=seed, objective=objective), time.monotonic()
-  t = run.train
-  optimizer = training.make_optimizer(run, t.learning_rate, t.ramp_steps, t.decay_start, t.decay_steps)
+  optimizer = training.training_optimizer(run)
   learner = training.make_learner(run, optimizer)
   place = lambda x, like: jax.device_put(x, like.sharding)
   start = params.replace(value=learner.params.value)  # PPO's critic begins at 0

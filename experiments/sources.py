@@ -55,7 +55,6 @@ def of_file(train: TrainConfig, tokens: tokenizer.Tokenizer, kind: str = 'answer
       'train': held, 'test': data.open_jsonl(train.eval_file, kind)}
   stop = [tokens.stop_token] if tokens.stop_token >= 0 else []
 
-
   def example(split, index):
     found = data.record(splits[split], index, train.seed if split == 'train' else None)
     prompt, cut = data.encode_prompt(tokens, found, train.prompt_len, train.long_prompts)

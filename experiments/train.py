@@ -66,7 +66,10 @@ def informative(data: Batch) -> np.ndarray:
 
 
 def make_functions(run: Run, optimizer) -> Functions:
-  # A capture serves the update too, unless the update begins when all is sampled.
+  """The jitted functions of a run.
+
+  Rollouts keep their captures for the update, unless that begins when all is sampled.
+  """
   keep = not (run.train.full_sequence or run.train.resample or run.train.objective == 'ppo')
   rollout = sample.rollout_function(run.mesh, run.model, run.replay, run.train.branches, run.train.max_new_tokens, keep)
   return Functions(rollout, training.update_function(optimizer), {})
@@ -266,8 +269,7 @@ def reinforce(run: Run, learner: Learner, optimizer, start: int, writer, manager
 def main(flags):
   run = training.make_run(flags)
   train = run.train
-  optimizer = training.make_optimizer(run, train.learning_rate, train.ramp_steps,
-                                      train.decay_start, train.decay_steps)
+  optimizer = training.training_optimizer(run)
   workdir = checkpoint.claim_workdir(run.where.workdir, training.resolved(run), MAY_CHANGE)
   evaluate = training.evaluator(run, (1 if train.data_file else 4) * run.replay.prefix_capacity)
   started = time.monotonic()

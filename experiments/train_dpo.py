@@ -80,8 +80,7 @@ def main(flags):
   if train.objective not in objectives.PREFERENCES or not train.data_file:
     raise UserError(f'give pairs with --data_file=FILE.jsonl and an --objective of {", ".join(objectives.PREFERENCES)}.')
   functions = functions_of(run)
-  optimizer = training.make_optimizer(run, train.learning_rate, train.ramp_steps,
-                                      train.decay_start, train.decay_steps)
+  optimizer = training.training_optimizer(run)
   update = training.update_function(optimizer)
   workdir = checkpoint.claim_workdir(run.where.workdir, training.resolved(run), MAY_CHANGE)
   with checkpoint.open_checkpoints(workdir) as manager:

@@ -120,6 +120,12 @@ def make_optimizer(run: Run, learning_rate: float, ramp: int, decay_start: int =
                      optax.adamw(schedule, b2=0.99, weight_decay=run.train.weight_decay))
 
 
+def training_optimizer(run: Run):
+  """The optimizer of what follows the warm-up, as the flags say."""
+  t = run.train
+  return make_optimizer(run, t.learning_rate, t.ramp_steps, t.decay_start, t.decay_steps)
+
+
 def restore(run: Run, manager, learner: Learner) -> tuple[int | None, Learner]:
   """(step, learner) of the last checkpoint, laid out as `learner` is; (None, learner) without one."""
   target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), learner._asdict())

@@ -19,6 +19,7 @@ from branchreplay import batch, gradients, hf, mesh, model
 from branchreplay.config import ObjectiveConfig, ReplayConfig
 from branchreplay.objectives import Objective, make_objective
 from tests.engine import REPLAY, SMALL, distance, flat, make
+from tests.test_objectives import GOLDEN
 
 CASES = Path(__file__).parent / 'cases'
 CRITIC = dataclasses.replace(SMALL, critic=True)
@@ -88,12 +89,6 @@ def test_equal_full_sequences(params, reference, named, separable, devices, firs
     assert (np.abs(np.asarray(got.grads.value)).max() > 0) == (name == 'ppo')
 
 
-GOLDEN = {  # TRL's name -> ours and its settings
-    'grpo': ('grpo', {'normalize': 'sequence'}), 'bnpo': ('grpo', {}), 'dapo': ('dapo', {}), 'dr_grpo': ('dr_grpo', {}),
-    'gspo': ('gspo', {}), 'cispo': ('cispo', {}), 'grpo_klw': ('grpo', {'normalize': 'sequence', 'kl_weighted': True}),
-    'bnpo_klw': ('grpo', {'kl_weighted': True}), 'gspo_klw': ('gspo', {'kl_weighted': True}), 'dpo': ('dpo', {})}
-
-
 @pytest.mark.parametrize('case', ['dense_small', 'hybrid_small'])
 def test_equal_trl_from_the_case_folder(case):
   shape = hf.read_config(CASES / case / 'model')
@@ -103,7 +98,7 @@ def test_equal_trl_from_the_case_folder(case):
   one = mesh.make_mesh(1, 1)
   params = hf.load(CASES / case / 'model', shape, one, replay, 'float64')
   group = batch.stack([hf.read_batch(CASES / case, shape, replay, np.float64)])
-  named = [(name, ObjectiveConfig(kl_coef=0.04, fixed_length=sizes['branch_len'], **settings)) for name, settings in GOLDEN.values()]
+  named = [(name, ObjectiveConfig(**{'kl_coef': 0.04, 'fixed_length': sizes['branch_len'], **settings})) for name, settings in GOLDEN.values()]
   function = gradients.gradient_function(one, shape, replay, one_of(named, False), choose(group, 0))
   golden = json.loads((CASES / 'objectives' / case / 'golden_trl.json').read_text())
   first_pair = group.replace(mask=group.mask * np.array([1, 1, 0, 0])[:, None])
