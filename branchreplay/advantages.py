@@ -63,6 +63,21 @@ def group_advantages(rewards, drop_nonfinite: bool = False) -> np.ndarray:
   return centered / np.asarray(rewards, np.float64)[np.isfinite(rewards)].std()
 
 
+def widest_subset(rewards, count: int) -> np.ndarray:
+  """Indices [count], ascending, of the rewards [S] whose variance is the largest (PODS, arXiv:2504.13818).
+
+  That subset is some lowest and some highest rewards. Rewards that are not finite come
+  last; equal rewards: the first `count`.
+  """
+  rewards = np.asarray(rewards, np.float64)
+  good = np.flatnonzero(np.isfinite(rewards))
+  if len(good) <= count or all_equal(rewards[good]):
+    return np.sort(np.concatenate([good, np.flatnonzero(~np.isfinite(rewards))])[:count])
+  order = good[np.argsort(rewards[good], kind='stable')]
+  subsets = [np.concatenate([order[:low], order[len(order) - count + low:]]) for low in range(count + 1)]
+  return np.sort(max(subsets, key=lambda subset: rewards[subset].var()))
+
+
 def rloo_advantages(rewards, drop_nonfinite: bool = False) -> np.ndarray:
   """r_i - mean of the other rewards [G] (RLOO, arXiv:2402.14740).
 

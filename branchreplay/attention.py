@@ -38,6 +38,7 @@ class KeyRange:
 class Rows:
   """What the mask needs to know of the query rows, and how they are blocked."""
   position: Any  # i32 [R]
+  sight: Any  # i32 [R], the last position a row sees: its own where causal
   branch: Any  # i32 [R]
   window: int | None = struct.field(pytree_node=False)  # positions seen, own included
   block: int = struct.field(pytree_node=False)  # rows per block; divides R
@@ -79,11 +80,10 @@ def _scores(q, k, rows, row, keys, key):
   """Masked logits [rows, keys] of one block of rows against one block of keys."""
   def at(x, start, size):
     return lax.dynamic_slice_in_dim(x, start, size)
-  q_position = at(rows.position, row, rows.block)[:, None]
   k_position = at(keys.position, key, keys.block)[None]
-  visible = k_position <= q_position
+  visible = k_position <= at(rows.sight, row, rows.block)[:, None]
   if rows.window is not None:
-    visible &= k_position > q_position - rows.window
+    visible &= k_position > at(rows.position, row, rows.block)[:, None] - rows.window
   if keys.branch is not None:
     visible &= at(keys.branch, key, keys.block)[None] == at(rows.branch, row, rows.block)[:, None]
   return jnp.where(visible, _dot(q, k, (1, 1)), -jnp.inf)

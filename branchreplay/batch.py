@@ -116,6 +116,29 @@ def make_group(model: ModelConfig, replay: ReplayConfig, prompt, responses, *, m
       sampler_logprobs=optional(sampler_logprobs))
 
 
+def make_masked_group(model: ModelConfig, replay: ReplayConfig, prompt, inputs, targets, masks, dtype=np.float32,
+                      **others) -> Group:
+  """One group whose branches are denoised, not continued (block diffusion): no shift.
+
+  The state covers all of the prompt; position j of a branch holds inputs[j] and predicts
+  targets[j]. With replay.block_len tokens of a block see each other in attention.
+
+  Args:
+    prompt: token ids [P]. inputs, targets, masks: lists of arrays of equal lengths; the
+      mask is 1 where the objective counts a token (where it was masked out of the input).
+    others: see `make_group`.
+  """
+  group = make_group(model, replay, np.append(prompt, 0), targets, masks=masks, dtype=dtype, **others)
+  rows = np.zeros_like(group.inputs)
+  for i, (row, target) in enumerate(zip(inputs, targets)):
+    row = np.asarray(row, np.int32)
+    check_tokens(model, row, 'an input')
+    if len(row) != len(target):
+      raise UserError(f'branch {i} has {len(row)} inputs and {len(target)} targets; give as many of both.')
+    rows[i, :row.size] = row
+  return group.replace(inputs=rows)
+
+
 def stack(groups: list[Group]) -> Group:
   """Stacks groups of one shape in front: N groups."""
   return jax.tree.map(lambda *x: np.stack(x), *groups)

@@ -68,6 +68,7 @@ class ReplayConfig:
   branch_segment_len: int = 64  # positions of a branch segment, over all devices
   prefix_capacity: int = 1024  # prefix positions the state can hold
   branch_capacity: int = 64  # tokens of the longest branch
+  block_len: int = 1  # branch tokens that see each other in attention (block diffusion); 1: causal
   replay_batch: int = 1  # branches replayed at once; memory grows with it
   mode: str = 'exact'  # exact | detached | depth=K: prefix segments to pull through
   key_block: int = 256  # keys per block of the attention loops
@@ -141,17 +142,20 @@ class TrainConfig:
   reward: str = 'exact_match'  # of data_file: exact_match | contains | regex | math_number | module:function
   long_prompts: str = 'refuse'  # refuse | truncate (on the left), prompts longer than prompt_len
   prompts: int = 8  # prompts (groups) of an update
-  branches: int = 8  # responses sampled for each prompt
-  steps: int = 420  # updates
+  branches: int = 8  # responses to each prompt, G
+  samples: int = 32  # responses sampled, of which the `branches` whose rewards differ most are trained on; 0: branches
+  steps: int = 300  # updates
   seed: int = 0  # of initial parameters, data and sampling
   objective: str = 'grpo'  # see objectives.py; coefficients that no flag gives are its paper's
   full_sequence: bool = False  # train on full sequences by plain autodiff instead of replay
   inner_epochs: int = 1  # updates on one batch of rollouts
+  refresh_every: int = 1  # updates of inner_epochs on one capture of the prompts; more than 1: on a stale state, see refresh.py
+  drift_bound: float = 0.0  # nats a stale state's log-probs may be off before it is made anew; 0: not measured
   groups_at_once: int = 1  # prompts of a device row whose captures are alive at once
-  learning_rate: float = 1e-3  # of AdamW, after the ramp
+  learning_rate: float = 2e-3  # of AdamW, after the ramp
   ramp_steps: int = 10  # updates over which the learning rate rises from 0
-  decay_start: int = 280  # update from which it falls
-  decay_steps: int = 140  # updates over which it falls to a tenth; 0: it stays
+  decay_start: int = 200  # update from which it falls
+  decay_steps: int = 100  # updates over which it falls to a tenth; 0: it stays
   weight_decay: float = 0.01  # of AdamW
   clip_norm: float = 1.0  # gradients are scaled down to this global norm
   temperature: float = 1.0  # of sampling; 0: greedy
@@ -166,12 +170,11 @@ class TrainConfig:
   warmup_prompts: int = 32  # short prompts of an update
   warmup_long_updates: int = 60  # most supervised updates on prompts of prompt_len
   warmup_learning_rate: float = 5e-3  # of AdamW in the warm-up
-  warmup_short_reward: float = 0.4  # sampled reward on short prompts that ends the first part
-  warmup_reward: float = 0.4  # sampled reward at prompt_len that ends the warm-up
-  eval_every: int = 70  # updates between evaluations on held-out prompts
+  warmup_reward: float = 0.42  # sampled reward at prompt_len that ends the warm-up
+  eval_every: int = 50  # updates between evaluations on held-out prompts
   eval_prompts: int = 64  # held-out prompts of an evaluation
   eval_samples: int = 4  # responses sampled for each of them
-  checkpoint_every: int = 70  # updates between checkpoints
+  checkpoint_every: int = 50  # updates between checkpoints
 
 
 QWEN3_5 = ModelConfig(  # what the dense Qwen3.5 models share
@@ -241,13 +244,15 @@ def check_model(model: ModelConfig) -> None:
 def check_replay(replay: ReplayConfig, seq: int, branches: int) -> None:
   """Raises UserError where `replay` does not fit `seq` devices or `branches` branches."""
   _require(branches >= 1, f'branches={branches}; a group needs at least one branch.')
-  for name in ('segment_len', 'branch_segment_len', 'replay_batch', 'key_block', 'row_block', 'vocab_rows'):
+  for name in ('segment_len', 'branch_segment_len', 'block_len', 'replay_batch', 'key_block', 'row_block', 'vocab_rows'):
     _require(getattr(replay, name) >= 1, f'{name} is {getattr(replay, name)}; it must be at least 1.')
   for name in ('segment_len', 'branch_segment_len'):
     length = getattr(replay, name)
     _require(length % seq == 0,
              f'{name}={length} is not divisible by the {seq} devices of the seq axis; '
              f'use {name}={-(-length // seq) * seq}.')
+  _require(replay.branch_segment_len % replay.block_len == 0,
+           f'block_len={replay.block_len} does not divide branch_segment_len={replay.branch_segment_len}; change either.')
   check_mode(replay.mode)
 
 
@@ -285,13 +290,17 @@ def check_objective(objective: ObjectiveConfig) -> None:
 
 def check_train(train: TrainConfig, data: int) -> None:
   """Raises UserError for counts or rates out of range."""
-  for name in ('prompt_len', 'prompts', 'branches', 'inner_epochs', 'groups_at_once', 'max_new_tokens',
+  for name in ('prompt_len', 'prompts', 'branches', 'inner_epochs', 'refresh_every', 'groups_at_once', 'max_new_tokens',
                'eval_every', 'eval_prompts', 'eval_samples', 'checkpoint_every', 'warmup_len', 'warmup_prompts'):
     _require(getattr(train, name) >= 1, f'{name}={getattr(train, name)}; it must be at least 1.')
   for name in ('steps', 'learning_rate', 'ramp_steps', 'decay_start', 'decay_steps', 'weight_decay', 'temperature',
-               'seed', 'resample', 'overlong_buffer', 'warmup_updates',
+               'seed', 'samples', 'drift_bound', 'resample', 'overlong_buffer', 'warmup_updates',
                'warmup_long_updates', 'warmup_learning_rate'):
     _require(getattr(train, name) >= 0, f'{name}={getattr(train, name)}; it must not be negative.')
+  _require(train.refresh_every == 1 or not train.full_sequence,
+           'full sequences have no state to keep; leave --refresh_every at 1 or --full_sequence out.')
+  _require(train.samples == 0 or train.samples >= train.branches,
+           f'samples={train.samples} is less than branches={train.branches}; raise it, or 0 samples as many as are trained on.')
   _require(0 < train.top_p <= 1, f'top_p={train.top_p}; it must be above 0 and at most 1.')
   _require(train.clip_norm > 0, f'clip_norm={train.clip_norm}; it must be positive.')
   _require(train.on_nonfinite in ('skip', 'stop'), f'unknown on_nonfinite {train.on_nonfinite!r}; use skip or stop.')

@@ -20,11 +20,11 @@ from branchreplay.model import Params
 QUERY_BLOCK = 1024
 
 
-def plain_attention(q, k, v, window=None):
-  """Causal softmax attention, q [S, H, h] (scaled), k and v [S, K, h] -> [S, H, h].
+def plain_attention(q, k, v, window=None, sight=None):
+  """Softmax attention, q [S, H, h] (scaled), k and v [S, K, h] -> [S, H, h].
 
-  A block of queries at a time against the keys up to its end, so that masked
-  pairs cost nothing.
+  sight i32 [S]: the last position each position sees; None: its own (causal), where a block
+  of queries at a time goes against the keys up to its end, so that masked pairs cost nothing.
   """
   length, kv_heads, dim = k.shape
   group = q.shape[1] // kv_heads
@@ -33,13 +33,16 @@ def plain_attention(q, k, v, window=None):
 
   def block(start, end):
     low = 0 if window is None else max(0, start - window + 1)
-    rows, keys = jnp.repeat(jnp.arange(start, end), group)[:, None], jnp.arange(low, end)
-    visible = keys <= rows if window is None else (keys <= rows) & (keys > rows - window)
+    high = end if sight is None else length
+    rows, keys = jnp.repeat(jnp.arange(start, end), group)[:, None], jnp.arange(low, high)
+    visible = keys <= (rows if sight is None else sight[rows])
+    if window is not None:
+      visible &= keys > rows - window
     def head(x):
       q, k, v = x
       a = lax.dot(q, k.T, preferred_element_type=at_least_f32(q.dtype))
       return jax.nn.softmax(jnp.where(visible, a, -jnp.inf)).astype(v.dtype) @ v
-    return lax.map(head, (q[:, start:end].reshape(kv_heads, -1, dim), k[:, low:end], v[:, low:end]))
+    return lax.map(head, (q[:, start:end].reshape(kv_heads, -1, dim), k[:, low:high], v[:, low:high]))
 
   blocks = [jax.checkpoint(block, static_argnums=(0, 1))(s, min(s + QUERY_BLOCK, length))
             for s in range(0, length, QUERY_BLOCK)]
@@ -47,9 +50,9 @@ def plain_attention(q, k, v, window=None):
   return jnp.moveaxis(o, 0, 1).reshape(length, kv_heads * group, dim)
 
 
-def _attention_layer(model, kind, block, h, tables):
+def _attention_layer(model, kind, block, h, tables, sight):
   q, k, v, gate = layers.attention_in(model, block, h, tables)
-  o = plain_attention(q, k, v, model.window if kind == 'window' else None)
+  o = plain_attention(q, k, v, model.window if kind == 'window' else None, sight)
   return layers.attention_out(model, block, h, o, gate)
 
 
@@ -69,8 +72,8 @@ def _delta_layer(model, block, h):
   return layers.delta_out(m, block, h, o, z)
 
 
-def hidden(model, params: Params, tokens):
-  """Last layer's output [S, D] of tokens i32 [S] at positions 0..S-1."""
+def hidden(model, params: Params, tokens, sight=None):
+  """Last layer's output [S, D] of tokens i32 [S] at positions 0..S-1; sight: see `plain_attention`."""
   tables = layers.rope_tables(model, jnp.arange(tokens.size), at_least_f32(params.embed.dtype))
 
   def repeat(h, blocks):
@@ -78,17 +81,28 @@ def hidden(model, params: Params, tokens):
       if kind == 'deltanet':
         h = jax.checkpoint(_delta_layer, static_argnums=0)(model, block, h)
       else:
-        h = jax.checkpoint(_attention_layer, static_argnums=(0, 1))(model, kind, block, h, tables)
+        h = jax.checkpoint(_attention_layer, static_argnums=(0, 1))(model, kind, block, h, tables, sight)
     return h, None
 
   return lax.scan(repeat, params.embed[tokens], params.blocks)[0]
 
 
-def branch_scores(model, params: Params, prefix, length, inputs, targets) -> Scores:
-  """Scores [R] of one branch: prefix i32 [n*T] of which `length` are real, inputs [R]."""
+def block_sight(positions, prefix_length, branch_length, block: int):
+  """The last position that each of i32 [S] sees: its own in the prefix, its block's last real one in the branch."""
+  ends = prefix_length + ((positions - prefix_length) // block + 1) * block - 1
+  ends = jnp.minimum(ends, prefix_length + branch_length - 1)
+  return jnp.where(positions < prefix_length, positions, jnp.maximum(ends, positions))
+
+
+def branch_scores(model, params: Params, prefix, length, inputs, targets, branch_length=0, block: int = 1) -> Scores:
+  """Scores [R] of one branch: prefix i32 [n*T] of which `length` are real, inputs [R].
+
+  block: of how many branch tokens each sees all (block diffusion), up to `branch_length`; 1: causal.
+  """
   tokens = jnp.concatenate([prefix, jnp.zeros_like(inputs)])
   tokens = lax.dynamic_update_slice_in_dim(tokens, inputs, length, 0)
-  h = lax.dynamic_slice_in_dim(hidden(model, params, tokens), length, inputs.size)
+  sight = block_sight(jnp.arange(tokens.size), length, branch_length, block) if block > 1 else None
+  h = lax.dynamic_slice_in_dim(hidden(model, params, tokens, sight), length, inputs.size)
   x = layers.rms_norm(h, params.norm, model.norm_offset, model.norm_eps)
   logits = (x @ layers.head_table(params).T).astype(at_least_f32(h.dtype))
   logprobs = jax.nn.log_softmax(logits)
@@ -99,7 +113,7 @@ def branch_scores(model, params: Params, prefix, length, inputs, targets) -> Sco
 def full_sequence_gradient(model, replay, objective, params: Params, split: Params, group, grads: Params,
                            weight=1.0, captured=None):
   """Loss, scores and gradient of one group by plain autodiff; see `group_gradient`."""
-  del replay, captured
+  del captured
   full = mesh.gather_tree(
       params, split.replace(blocks=jax.tree.map(lambda _: False, split.blocks)))
   full = full.replace(blocks=jax.tree.map(
@@ -108,7 +122,8 @@ def full_sequence_gradient(model, replay, objective, params: Params, split: Para
   seq, index = mesh.seq_size(), mesh.seq_index()
   branches = group.inputs.shape[0]
   mine = (branches - index + seq - 1) // seq  # branches index, index + seq, ...
-  one = lambda p, g: branch_scores(model, p, prefix, group.prefix_length, group.inputs[g], group.targets[g])
+  one = lambda p, g: branch_scores(model, p, prefix, group.prefix_length, group.inputs[g], group.targets[g],
+                                   group.length[g], replay.block_len)
   put = lambda matrices, rows, g: jax.tree.map(lambda m, r: m.at[g].set(r), matrices, rows)
   matrix = jnp.zeros(group.inputs.shape, at_least_f32(params.embed.dtype))
   zeros = lambda: Scores(matrix, matrix, None if params.value is None else matrix)

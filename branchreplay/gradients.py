@@ -47,7 +47,8 @@ def _branch_segment(replay, inputs, lengths, prefix_length, j) -> Segment:
   size = replay.branch_segment_len
   t = size // mesh.seq_size()
   tokens = lax.dynamic_slice_in_dim(inputs, j * size + mesh.seq_index() * t, t, 1)
-  return Segment(tokens, jnp.clip(lengths - j * size, 0, size), jnp.int32(prefix_length + j * size))
+  return Segment(tokens, jnp.clip(lengths - j * size, 0, size), jnp.int32(prefix_length + j * size),
+                 replay.block_len)
 
 
 def _own_columns(replay, matrix, j):
@@ -206,18 +207,35 @@ def group_gradient(model, replay, objective: Objective, params: Params, split: P
   return loss, metrics, scores, grads
 
 
-def score_function(mesh_, model, replay, group):
-  """Jitted (params, groups) -> Scores [N, G, R] of stacked groups: old or reference log-probs."""
+def capture_function(mesh_, model, replay, group):
+  """Jitted (params, groups) -> stacked captures of the groups' prefixes, for several uses."""
   split, specs = _layout(mesh_, model, replay)
 
   def local(params, groups):
-    def step(_, group):
-      captured = capture(model, replay, params, split, group.prefix, group.prefix_length)
-      scores = score_branches(model, replay, params, split, group, captured)
-      return None, jax.tree.map(lambda s: s[:group.inputs.shape[0]], scores)
+    step = lambda _, group: (None, capture(model, replay, params, split, group.prefix, group.prefix_length))
     return lax.scan(step, None, groups)[1]
 
-  return mesh.sharded(mesh_, local, (specs, group_spec(group)), P(mesh.DATA))
+  return mesh.sharded(mesh_, local, (specs, group_spec(group)), STACKED_CAPTURED)
+
+
+def score_function(mesh_, model, replay, group, with_captured: bool = False):
+  """Jitted (params, groups[, captured]) -> Scores [N, G, R] of stacked groups: old or reference log-probs.
+
+  With `with_captured`, on captures that may be of other parameters (a stale state).
+  """
+  split, specs = _layout(mesh_, model, replay)
+
+  def local(params, groups, captured=None):
+    def step(_, xs):
+      group, captured = xs
+      if captured is None:
+        captured = capture(model, replay, params, split, group.prefix, group.prefix_length)
+      scores = score_branches(model, replay, params, split, group, captured)
+      return None, jax.tree.map(lambda s: s[:group.inputs.shape[0]], scores)
+    return lax.scan(step, None, (groups, captured))[1]
+
+  in_specs = (specs, group_spec(group)) + ((STACKED_CAPTURED,) if with_captured else ())
+  return mesh.sharded(mesh_, local, in_specs, P(mesh.DATA))
 
 
 def _layout(mesh_, model, replay):

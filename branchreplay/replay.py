@@ -34,6 +34,7 @@ class Segment:
   tokens: Any  # i32 [B, t], this device's inputs
   length: Any  # i32 [B], valid positions of the whole segment; padding stands behind
   start: Any  # i32 [], position of the first
+  block: int = struct.field(pytree_node=False, default=1)  # positions that see each other in attention; 1: causal
 
 
 @struct.dataclass
@@ -41,6 +42,7 @@ class View:
   """What a segment's attention layers share: where its rows and its keys are."""
   position: Any  # i32 [t], positions of this device's rows
   rows: Any  # i32 [R], position of every row of all devices, R = B*T*G
+  sight: Any  # i32 [R], the last position each sees
   branch: Any  # i32 [R]
   cache: Slots  # slots of the prefix; unused ones at FAR
   own: Slots  # the node's slots, the segment's included; its k and v are not used
@@ -59,9 +61,11 @@ def _view(model: ModelConfig, cache: Slots, node: State, segment: Segment) -> Vi
   own = node.slots.replace(
       position=put(node.slots.position, jnp.where(valid, position, FAR).reshape(-1)),
       branch=put(node.slots.branch, fold(branch, (batch, t))), used=node.slots.used + batch * t)
-  everywhere = (segment.start + jnp.arange(steps, dtype=jnp.int32))[:, None]
+  offset = jnp.arange(steps, dtype=jnp.int32)[:, None]
+  everywhere, ends = segment.start + offset, segment.start + (offset // segment.block + 1) * segment.block - 1
   filled = jnp.arange(cache.position.size) < cache.used
-  return View(position, fold(everywhere, (batch, steps, group)), fold(branch[..., None], (batch, steps, group)),
+  fold_rows = lambda x: fold(x, (batch, steps, group))
+  return View(position, fold_rows(everywhere), fold_rows(ends), fold_rows(branch[..., None]),
               cache.replace(position=jnp.where(filled, cache.position, FAR)), own, node.slots.used)
 
 
@@ -82,7 +86,7 @@ def _key_ranges(replay: ReplayConfig, view: View, k, v, layer, window):
 
 def _rows(model, replay, view, window):
   block = attention.largest_divisor(view.rows.size, replay.row_block)
-  return attention.Rows(view.rows, view.branch, window, block)
+  return attention.Rows(view.rows, view.sight, view.branch, window, block)
 
 
 def _fold_rows(model, x):

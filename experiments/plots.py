@@ -39,7 +39,7 @@ def curves(path, rows: list[dict], by: str) -> Path:
   for name in dict.fromkeys(r[by] for r in rows):
     found = {}
     for r in rows:
-      if r[by] == name:
+      if r[by] == name and r['kind'] == 'curve':
         found.setdefault(r['step'], {})[r['seed']] = r['reward']  # a row written again counts once
     steps = sorted(found)
     values = [list(found[s].values()) for s in steps]

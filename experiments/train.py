@@ -12,6 +12,7 @@ command takes a stopped run up where its last checkpoint is, bit for bit.
 """
 import dataclasses
 import time
+import zlib
 from typing import Any, NamedTuple
 
 import jax
@@ -20,9 +21,11 @@ import numpy as np
 
 from branchreplay import batch, checkpoint, gradients, mesh, metrics, objectives, sample
 from branchreplay.advantages import (
-    branch_advantages, gae, overlong_penalty, penalized_rewards, preference_order, token_rewards, whiten)
+    branch_advantages, gae, overlong_penalty, penalized_rewards, preference_order, token_rewards, whiten,
+    widest_subset)
 from branchreplay.config import UserError
 from experiments import common, plots, training
+from experiments.refresh import Kept, refresh
 from experiments.training import Learner, Run
 
 MAY_CHANGE = ('train.steps', 'train.eval_every', 'train.eval_prompts', 'train.eval_samples',
@@ -44,8 +47,8 @@ class Batch(NamedTuple):
   """What came of one dispatch of prompts: N groups of sampled, rewarded branches."""
   groups: Any
   captured: Any  # of their prefixes, under the parameters that sampled; or None
-  rewards: np.ndarray  # [N, G], the task's own
-  shaped: np.ndarray  # [N, G], with what length and KL take off
+  rewards: np.ndarray  # [N, S] of all samples, the task's own
+  shaped: np.ndarray  # [N, G] of the branches trained on, with what length and KL take off
   cut: int  # prompts that were cut on the left
 
 
@@ -65,22 +68,33 @@ def informative(data: Batch) -> np.ndarray:
   return np.any(data.groups.advantages != 0, 1)
 
 
+def samples_first(train) -> bool:
+  """Whether the update begins when all is sampled, not a dispatch at a time."""
+  return bool(train.resample) or train.objective == 'ppo' or train.refresh_every > 1
+
+
 def make_functions(run: Run, optimizer) -> Functions:
   """The jitted functions of a run.
 
   Rollouts keep their captures for the update, unless that begins when all is sampled.
   """
-  keep = not (run.train.full_sequence or run.train.resample or run.train.objective == 'ppo')
-  rollout = sample.rollout_function(run.mesh, run.model, run.replay, run.train.branches, run.train.max_new_tokens, keep)
+  keep = not (run.train.full_sequence or samples_first(run.train))
+  rollout = sample.rollout_function(run.mesh, run.model, run.replay, run.train.samples or run.train.branches,
+                                    run.train.max_new_tokens, keep)
   return Functions(rollout, training.update_function(optimizer), {})
 
 
 def batch_function(run: Run, functions: Functions, kind: str, groups):
-  """The jitted function `kind` for groups of this shape: captured, fresh or score."""
+  """The jitted function `kind` for groups of this shape.
+
+  captured, fresh: the gradient on given captures or its own; score, score_captured; capture.
+  """
   key = kind, jax.tree.structure(groups)
   if key not in functions.compiled:
-    if kind == 'score':
-      made = gradients.score_function(run.mesh, run.model, run.replay, groups)
+    if kind == 'capture':
+      made = gradients.capture_function(run.mesh, run.model, run.replay, groups)
+    elif kind.startswith('score'):
+      made = gradients.score_function(run.mesh, run.model, run.replay, groups, kind == 'score_captured')
     else:
       made = gradients.gradient_function(
           run.mesh, run.model, run.replay, objectives.make_objective(run.train.objective, run.objective), groups,
@@ -95,7 +109,9 @@ def roll_out(run: Run, functions: Functions, learner: Learner, examples, key) ->
   rollout, captured = functions.rollout(learner.params, training.stack_prompts(run.replay, prompts),
                                         jax.random.split(key, len(examples)), training.sampling_of(run))
   rewards = training.rewards_of(run.source, examples, rollout)
-  tokens, length, logprobs = (np.asarray(x) for x in (rollout.tokens, rollout.length, rollout.logprobs))
+  kept = np.stack([widest_subset(r, train.branches) for r in rewards])  # [N, G]
+  tokens, length, logprobs, shaped = (np.asarray(x)[np.arange(len(kept))[:, None], kept] for x in (
+      rollout.tokens, rollout.length, rollout.logprobs, rewards))
   rows = lambda x, i: [x[i, g, :length[i, g]] for g in range(train.branches)]
   groups = batch.stack([batch.make_group(
       run.model, run.replay, p, rows(tokens, i), sampler_logprobs=rows(logprobs, i), dtype=run.dtype)
@@ -103,7 +119,6 @@ def roll_out(run: Run, functions: Functions, learner: Learner, examples, key) ->
   if learner.reference is not None:
     scores = batch_function(run, functions, 'score', groups)(learner.reference, groups)
     groups = groups.replace(ref_logprobs=np.asarray(scores.logprob))
-  shaped = rewards
   if train.overlong_buffer:
     shaped = shaped + overlong_penalty(length, train.max_new_tokens, train.overlong_buffer)
   if objective.kl_coef and objective.kl_in == 'reward' and train.objective != 'ppo':
@@ -171,7 +186,7 @@ def sample_batches(run: Run, functions: Functions, learner: Learner, key) -> Sam
     first = int(learner.cursor) + len(pool) * size
     examples = [run.source.example('train', first + i) for i in range(size)]
     data = roll_out(run, functions, learner, examples, jax.random.fold_in(key, len(pool)))
-    if train.objective != 'ppo' and not train.resample:
+    if not samples_first(train):
       result, total = add_gradient(run, functions, learner.params, data, total)
       results.append(result)
     pool.append(data._replace(captured=None))
@@ -206,12 +221,18 @@ def train_step(run: Run, functions: Functions, learner: Learner, step: int):
   params, opt_state, weight, skipped = learner.params, learner.opt_state, batch_weight(run, batches), 0
   if train.objective == 'ppo':
     batches = with_critic(run, functions, params, batches)
+  kept, drifts = Kept([]), []
   for epoch in range(train.inner_epochs):
     if epoch and batches[0].groups.old_logprobs is None:
       batches = [data._replace(groups=data.groups.replace(old_logprobs=np.asarray(r.scores.logprob)))
                  for data, r in zip(batches, results)]
     if total is None:
       results = []
+      if train.refresh_every > 1:
+        kept = refresh(kept, params, [data.groups for data in batches], train.refresh_every, train.drift_bound,
+                       *capture_and_score(run, functions))
+        batches = [data._replace(captured=c) for data, c in zip(batches, kept.captured)]
+        drifts.append(kept.drift)
       for data in batches:
         result, total = add_gradient(run, functions, params, data, total)
         results.append(result)
@@ -221,12 +242,23 @@ def train_step(run: Run, functions: Functions, learner: Learner, step: int):
   total_of = lambda count: int(sum(count(data) for data in pool))
   row = {'stage': 'rl', 'step': step + 1, 'reward': float(np.nanmean([data.rewards for data in pool])),
          **{name: float(np.mean([np.mean(r.metrics[name]) for r in results])) for name in results[0].metrics},
-         'grad_norm': float(norm), 'skipped': skipped, 'cut_prompts': total_of(lambda data: data.cut),
+         **({'state_drift': max(drifts)} if drifts else {}), 'grad_norm': float(norm), 'skipped': skipped, 'cut_prompts': total_of(lambda data: data.cut),
          'informative': total_of(lambda data: informative(data).sum()), **positions(train, batches),
+         'sampled_crc': zlib.crc32(b''.join(data.groups.targets.tobytes() for data in pool)),
          'positions_sampled': total_of(lambda data: data.groups.prefix_length.sum() + data.groups.length.sum()),
          'seconds': time.monotonic() - started}
   return learner._replace(params=params, opt_state=opt_state, key=next_key,
                           cursor=learner.cursor + total_of(lambda data: len(data.rewards))), row
+
+
+def capture_and_score(run: Run, functions: Functions):
+  """What `refresh` calls."""
+  capture = lambda params, groups: batch_function(run, functions, 'capture', groups)(params, groups)
+  def score(params, groups, captured):
+    if captured is None:
+      return batch_function(run, functions, 'score', groups)(params, groups)
+    return batch_function(run, functions, 'score_captured', groups)(params, groups, captured)
+  return capture, score
 
 
 def positions(train, batches: list[Batch]) -> dict:

@@ -198,30 +198,42 @@ def rewards_of(source: sources.Source, examples, rollout) -> np.ndarray:
                    for i, e in enumerate(examples)])
 
 
-def evaluator(run: Run, capacity: int):
-  """(params, prompt_len) -> mean sampled reward on held-out prompts, any length up to capacity.
+def held_out_rollout(run: Run, capacity: int):
+  """The jitted rollout of held-out prompts of any length up to capacity; compiled once for all seeds and modes."""
+  return sample.rollout_function(run.mesh, run.model, dataclasses.replace(run.replay, prefix_capacity=capacity),
+                                 run.train.eval_samples, run.train.max_new_tokens, keep_captured=False)
+
+
+def held_out_sampler(run: Run, capacity: int, rollout=None):
+  """(params, prompt_len) -> held-out examples and rewards [examples, samples], prompts of any length up to capacity.
 
   Prompts of --data_file are as long as they are, whatever prompt_len says.
+  rollout: of `held_out_rollout`, or None to make it.
   """
+  rollout = rollout or held_out_rollout(run, capacity)
   train = run.train
   corpora = None if train.data_file else tasks.make_task(train.task, train.prompt_len).corpora
   replay = dataclasses.replace(run.replay, prefix_capacity=capacity)
   rows = run.mesh.shape[mesh.DATA]
-  rollout = sample.rollout_function(run.mesh, run.model, replay, train.eval_samples, train.max_new_tokens,
-                                    keep_captured=False)
 
-  def evaluate(params, prompt_len):
+  def sampled(params, prompt_len):
     source = run.source if train.data_file else sources.of_task(train, prompt_len, corpora)
     count = max(c for c in range(rows, min(train.eval_prompts, 8 * rows) + 1, rows) if train.eval_prompts % c == 0)
-    rewards = []
+    examples, rewards = [source.example('test', i) for i in range(train.eval_prompts)], []
     for first in range(0, train.eval_prompts, count):
-      examples = [source.example('test', i) for i in range(first, first + count)]
+      part = examples[first:first + count]
       keys = jax.random.split(jax.random.fold_in(jax.random.key(train.seed + 2), first), count)
-      out, _ = rollout(params, stack_prompts(replay, [e.prompt for e in examples]), keys, sampling_of(run))
-      rewards.append(rewards_of(source, examples, out))
-    return float(np.nanmean(rewards))
+      out, _ = rollout(params, stack_prompts(replay, [e.prompt for e in part]), keys, sampling_of(run))
+      rewards.append(rewards_of(source, part, out))
+    return examples, np.concatenate(rewards)
 
-  return evaluate
+  return sampled
+
+
+def evaluator(run: Run, capacity: int, rollout=None):
+  """(params, prompt_len) -> mean sampled reward on held-out prompts, see `held_out_sampler`."""
+  sampled = held_out_sampler(run, capacity, rollout)
+  return lambda params, prompt_len: float(np.nanmean(sampled(params, prompt_len)[1]))
 
 
 # ---------------------------------------------------------------- supervised warm-up
@@ -231,7 +243,7 @@ def warm_up(run: Run, evaluate, writer) -> Any:
   """Supervised updates on questions and answers, short documents first; returns parameters.
 
   A document's six questions are six branches of one prefix: the same engine with
-  another objective. Each part ends at a sampled reward on held-out prompts.
+  another objective. It ends at a sampled reward on held-out prompts of `prompt_len`.
   """
   train, started = run.train, time.monotonic()
   replay = dataclasses.replace(run.replay, segment_len=-(-train.warmup_len // run.mesh.shape[mesh.SEQ])
@@ -241,19 +253,20 @@ def warm_up(run: Run, evaluate, writer) -> Any:
   learner, update = make_learner(run, optimizer), update_function(optimizer)
   params, opt_state, cursor, gradient, loss = learner.params, learner.opt_state, 0, None, None
   corpora = tasks.make_task(train.task, train.prompt_len).corpora
-  parts = [(train.warmup_len, train.warmup_prompts, train.warmup_updates, train.warmup_short_reward, 10),
-           (train.prompt_len, train.prompts, train.warmup_long_updates, train.warmup_reward, 2)]
-  for length, prompts, updates, enough, every in parts:
+  parts = [(train.warmup_len, train.warmup_prompts, train.warmup_updates),
+           (train.prompt_len, train.prompts, train.warmup_long_updates)]
+  reward = 0.0
+  for length, prompts, updates in parts:
     task = tasks.make_task(train.task, length, corpora)
     for i in range(updates + 1):
-      if i % every == 0:
-        reward = evaluate(params, length)
+      if i % (10 if reward < 0.5 * train.warmup_reward else 2) == 0:  # it rises late and steeply
+        reward = evaluate(params, train.prompt_len)
         writer.write({'stage': 'warmup', 'step': 0, 'update': i, 'prompt_len': length, 'loss': loss, 'reward': reward,
                       'seconds': time.monotonic() - started})
-        common.log(f'warm-up, prompts of {length}: update {i}/{updates}'
-                   + (f'  loss {loss:.3f}' if loss is not None else '') + f'  held-out reward {reward:.3f}')
-        if reward >= enough:
-          break
+        common.log(f'warm-up on prompts of {length}: update {i}/{updates}'
+                   + (f'  loss {loss:.3f}' if loss is not None else '') + f'  held-out reward {reward:.3f} at {train.prompt_len}')
+        if reward >= train.warmup_reward:
+          return params
       if i == updates:
         break
       documents = [tasks.warmup_example(task, 'train', cursor + j, train.seed + 3) for j in range(prompts)]
