@@ -14,7 +14,6 @@ import functools
 from typing import Any
 
 from flax import struct
-import jax
 from jax import lax
 import jax.numpy as jnp
 

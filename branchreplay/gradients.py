@@ -26,7 +26,7 @@ from branchreplay.model import Params
 from branchreplay.objectives import Objective
 from branchreplay.prefix import STACKED_CAPTURED, Captured, capture, pull, zero_gradients
 from branchreplay.replay import Segment, extend, retract
-from branchreplay.state import Recurrent, State, StateCotangent
+from branchreplay.state import State, StateCotangent
 
 
 @struct.dataclass

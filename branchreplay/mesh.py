@@ -6,9 +6,6 @@ with `check_vma=False`, where `psum` transposes to `psum`: sums over devices
 stand only outside differentiated code; `gather`, `scatter_sum` and `exchange`
 transpose rightly.
 """
-import functools
-import math
-
 import jax
 from jax import lax
 import jax.numpy as jnp

@@ -5,9 +5,6 @@ is all there is to it: forward keeps the state and the recurrent state before
 each segment, no activations; backward replays the segments in reverse order.
 Trip counts are traced: one compilation serves every length up to the capacity.
 """
-import functools
-from typing import Any
-
 from flax import struct
 import jax
 from jax import lax
@@ -19,7 +16,7 @@ from branchreplay import state as states
 from branchreplay.config import ALL_SEGMENTS, ModelConfig, ReplayConfig
 from branchreplay.model import Params
 from branchreplay.replay import Segment, extend, retract
-from branchreplay.state import Recurrent, Slots, State, StateCotangent
+from branchreplay.state import Recurrent, State, StateCotangent
 
 
 @struct.dataclass

@@ -14,7 +14,6 @@ is a segment of one valid position (sample.py).
 Letters: B branches, T positions of the segment over all devices, t = T/devices,
 L attention layers, M recurrent layers, K kv heads, G queries a kv head, h head_dim.
 """
-import functools
 from typing import Any
 
 from flax import struct

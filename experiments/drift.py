@@ -13,8 +13,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from branchreplay import sample
-from experiments import common, study, train, training
+from experiments import common, rollouts, study, train, training
 from experiments.refresh import drift
 
 
@@ -38,7 +37,7 @@ def anchor_groups(run, functions, learner, key):
   examples = [held_out.source.example('test', i) for i in range(run.train.prompts)]
   parts = [examples[i:i + size] for i in range(0, len(examples), size)]
   keys = jax.random.split(key, len(parts))
-  return [train.roll_out(held_out, functions, learner, part, k).groups for part, k in zip(parts, keys)]
+  return [rollouts.roll_out(held_out, functions, learner, part, k).groups for part, k in zip(parts, keys)]
 
 
 def main(flags):
@@ -47,8 +46,8 @@ def main(flags):
   run = training.make_run(flags)
   optimizer = training.training_optimizer(run)
   params = study.warm_start(run, run.replay.prefix_capacity)
-  learner, functions = study.start_learner(run, optimizer, params), train.make_functions(run, optimizer)
-  capture, score = train.capture_and_score(run, functions)
+  learner, functions = study.start_learner(run, optimizer, params), rollouts.make_functions(run, optimizer)
+  capture, score = rollouts.capture_and_score(run, functions)
   source = common.provenance() | {'task': run.train.task, 'prompt_len': run.train.prompt_len, 'seed': run.train.seed,
                                   'learning_rate': run.train.learning_rate}
   found, step = {age: [] for age in ages}, 0

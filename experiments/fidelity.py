@@ -14,7 +14,7 @@ import numpy as np
 
 from branchreplay import batch, config, gradients, objectives, tasks
 from branchreplay.advantages import group_advantages
-from experiments import common, study, train, training
+from experiments import common, rollouts, study, train, training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ def stages(run, names):
   if 'warm' in names:
     yield 'warm', learner.params
   if 'trained' in names:
-    functions = train.make_functions(run, optimizer)
+    functions = rollouts.make_functions(run, optimizer)
     for step in range(run.train.steps):
       learner, row = train.train_step(run, functions, learner, step)
       if step % 10 == 0:

@@ -19,7 +19,7 @@ import numpy as np
 
 from branchreplay import metrics
 from branchreplay.config import UserError
-from experiments import common, plots, train, training
+from experiments import common, plots, rollouts, train, training
 
 DEPTHS = 5  # parts of a document that quality rows tell apart
 
@@ -102,7 +102,7 @@ def curves(flags, arms: dict[str, dict], by: str, seeds: list[int], times=()) ->
     for name in todo:
       this = configure(flags, seed=seed, **arms[name])
       if name not in functions:  # what they compile depends on no seed
-        functions[name] = train.make_functions(this, training.training_optimizer(this))
+        functions[name] = rollouts.make_functions(this, training.training_optimizer(this))
       common.log(f'{by} {name}, seed {seed}:')
       found = []
       learn(this, functions[name], training.held_out_sampler(this, capacity, rollout), params, found.append, times)

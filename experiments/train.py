@@ -10,7 +10,6 @@ goal of 0.9 is not reached: few sampled groups are left whose rewards differ).
 The work directory holds config.json, metrics.jsonl, checkpoints and reward.png; the same
 command takes a stopped run up where its last checkpoint is, bit for bit.
 """
-import dataclasses
 import time
 import zlib
 from typing import Any, NamedTuple
@@ -19,12 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from branchreplay import batch, checkpoint, gradients, mesh, metrics, objectives, sample
-from branchreplay.advantages import (
-    branch_advantages, gae, overlong_penalty, penalized_rewards, preference_order, token_rewards, whiten,
-    widest_subset)
+from branchreplay import checkpoint, mesh, metrics, objectives
 from branchreplay.config import UserError
-from experiments import common, plots, training
+from experiments import common, plots, rollouts, training
 from experiments.refresh import Kept, refresh
 from experiments.training import Learner, Run
 
@@ -37,130 +33,14 @@ add_gradients = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums
 define = training.define
 
 
-class Functions(NamedTuple):
-  rollout: Any
-  update: Any
-  compiled: dict  # gradient and score functions, made at first use
-
-
-class Batch(NamedTuple):
-  """What came of one dispatch of prompts: N groups of sampled, rewarded branches."""
-  groups: Any
-  captured: Any  # of their prefixes, under the parameters that sampled; or None
-  rewards: np.ndarray  # [N, S] of all samples, the task's own
-  shaped: np.ndarray  # [N, G] of the branches trained on, with what length and KL take off
-  cut: int  # prompts that were cut on the left
-
-
-def pair_up(groups, rewards):
-  """Branches in pairs, the better one first; pairs of equal rewards are masked."""
-  orders, reals = zip(*(preference_order(r) for r in rewards))
-  order = np.stack(orders)
-  take = lambda x: np.take_along_axis(x, order.reshape(order.shape + (1,) * (x.ndim - 2)), 1)
-  changed = {name: take(getattr(groups, name)) for name in (
-      'inputs', 'targets', 'length', 'mask', 'advantages', 'sampler_logprobs', 'ref_logprobs')
-             if getattr(groups, name) is not None}
-  return groups.replace(**changed | {'mask': changed['mask'] * np.stack(reals)[..., None]})
-
-
-def informative(data: Batch) -> np.ndarray:
-  """Which groups have a gradient, bool [N]: rewards differ."""
-  return np.any(data.groups.advantages != 0, 1)
-
-
-def samples_first(train) -> bool:
-  """Whether the update begins when all is sampled, not a dispatch at a time."""
-  return bool(train.resample) or train.objective == 'ppo' or train.refresh_every > 1
-
-
-def make_functions(run: Run, optimizer) -> Functions:
-  """The jitted functions of a run.
-
-  Rollouts keep their captures for the update, unless that begins when all is sampled.
-  """
-  keep = not (run.train.full_sequence or samples_first(run.train))
-  rollout = sample.rollout_function(run.mesh, run.model, run.replay, run.train.samples or run.train.branches,
-                                    run.train.max_new_tokens, keep)
-  return Functions(rollout, training.update_function(optimizer), {})
-
-
-def batch_function(run: Run, functions: Functions, kind: str, groups):
-  """The jitted function `kind` for groups of this shape.
-
-  captured, fresh: the gradient on given captures or its own; score, score_captured; capture.
-  """
-  key = kind, jax.tree.structure(groups)
-  if key not in functions.compiled:
-    if kind == 'capture':
-      made = gradients.capture_function(run.mesh, run.model, run.replay, groups)
-    elif kind.startswith('score'):
-      made = gradients.score_function(run.mesh, run.model, run.replay, groups, kind == 'score_captured')
-    else:
-      made = gradients.gradient_function(
-          run.mesh, run.model, run.replay, objectives.make_objective(run.train.objective, run.objective), groups,
-          full_sequence=run.train.full_sequence, with_captured=kind == 'captured')
-    functions.compiled[key] = made
-  return functions.compiled[key]
-
-
-def roll_out(run: Run, functions: Functions, learner: Learner, examples, key) -> Batch:
-  """Samples branches of each example's prompt and rewards them."""
-  train, objective, prompts = run.train, run.objective, [e.prompt for e in examples]
-  rollout, captured = functions.rollout(learner.params, training.stack_prompts(run.replay, prompts),
-                                        jax.random.split(key, len(examples)), training.sampling_of(run))
-  rewards = training.rewards_of(run.source, examples, rollout)
-  kept = np.stack([widest_subset(r, train.branches) for r in rewards])  # [N, G]
-  tokens, length, logprobs, shaped = (np.asarray(x)[np.arange(len(kept))[:, None], kept] for x in (
-      rollout.tokens, rollout.length, rollout.logprobs, rewards))
-  rows = lambda x, i: [x[i, g, :length[i, g]] for g in range(train.branches)]
-  groups = batch.stack([batch.make_group(
-      run.model, run.replay, p, rows(tokens, i), sampler_logprobs=rows(logprobs, i), dtype=run.dtype)
-      for i, p in enumerate(prompts)])
-  if learner.reference is not None:
-    scores = batch_function(run, functions, 'score', groups)(learner.reference, groups)
-    groups = groups.replace(ref_logprobs=np.asarray(scores.logprob))
-  if train.overlong_buffer:
-    shaped = shaped + overlong_penalty(length, train.max_new_tokens, train.overlong_buffer)
-  if objective.kl_coef and objective.kl_in == 'reward' and train.objective != 'ppo':
-    kl = objectives.kl_estimate(groups.sampler_logprobs, groups.ref_logprobs, groups.mask, objective.kl_kind)
-    shaped = np.stack([penalized_rewards(*x, objective.kl_coef) for x in zip(shaped, kl, groups.mask)])
-  advantages = [branch_advantages(train.objective, r, train.drop_nonfinite_rewards) for r in shaped]
-  groups = groups.replace(advantages=np.array(advantages, run.dtype))
-  if train.objective in objectives.PREFERENCES:
-    groups = pair_up(groups, shaped)
-  elif train.objective == 'nll':  # rejection sampling: the better branches are imitated
-    groups = groups.replace(mask=groups.mask * (groups.advantages > 0)[..., None])
-  if train.objective in objectives.BATCH_MEANS:  # what to divide by is known when the batch is whole
-    groups = groups.replace(denominator=np.ones(len(prompts), run.dtype))
-  return Batch(groups, captured, rewards, shaped, sum(getattr(e, 'cut', False) for e in examples))
-
-
-def with_critic(run: Run, functions: Functions, params, batches: list[Batch]) -> list[Batch]:
-  """PPO's token advantages, whitened over all batches, and what its critic is to learn."""
-  objective, out = run.objective, []
-  for data in batches:
-    groups = data.groups
-    scores = jax.device_get(batch_function(run, functions, 'score', groups)(params, groups))
-    rewards = np.stack([token_rewards(*x) for x in zip(data.shaped, groups.mask)])
-    if objective.kl_coef and objective.kl_in == 'reward':
-      kl = objectives.kl_estimate(scores.logprob, groups.ref_logprobs, groups.mask, objective.kl_kind)
-      rewards = penalized_rewards(rewards, kl, groups.mask, objective.kl_coef)
-    advantages, returns = gae(rewards.astype(run.dtype), scores.value, groups.mask, objective.gamma, objective.lam)
-    out.append(groups.replace(advantages=advantages, returns=np.asarray(returns), old_values=scores.value,
-                              old_logprobs=scores.logprob))
-  white = whiten(np.concatenate([g.advantages for g in out]), np.concatenate([g.mask for g in out]))
-  parts = np.split(np.asarray(white), len(out))
-  return [data._replace(groups=g.replace(advantages=p)) for data, g, p in zip(batches, out, parts)]
-
-
-def batch_weight(run: Run, batches: list[Batch]) -> float:
+def batch_weight(run: Run, batches: list[rollouts.Batch]) -> float:
   """What the sum of the dispatches' gradients is scaled by: to the mean over what counts.
 
   A dispatch's gradient is the mean over its N groups. With dynamic sampling groups of
   equal rewards count as little as their tokens do.
   """
   groups = sum(len(data.rewards) for data in batches)
-  counts = [informative(data) if run.train.resample else np.ones(len(data.rewards), bool) for data in batches]
+  counts = [rollouts.informative(data) if run.train.resample else np.ones(len(data.rewards), bool) for data in batches]
   if run.train.objective in objectives.BATCH_MEANS:
     count = sum(np.sum(data.groups.mask * c[:, None, None]) for data, c in zip(batches, counts))
   else:
@@ -170,57 +50,48 @@ def batch_weight(run: Run, batches: list[Batch]) -> float:
 
 class Sampled(NamedTuple):
   """What a step's rollouts gave: batches to train on, and what was seen on the way."""
-  batches: list[Batch]
+  batches: list[rollouts.Batch]
   results: list  # of the batches, without gradients, where they are had from the rollouts' own captures
   total: Any  # the summed gradient, or None
-  pool: list[Batch]  # all dispatches
+  pool: list[rollouts.Batch]  # all dispatches
 
 
-def sample_batches(run: Run, functions: Functions, learner: Learner, key) -> Sampled:
+def sample_batches(run: Run, functions: rollouts.Functions, learner: Learner, key) -> Sampled:
   """Samples `prompts` groups; with `resample`, goes on until as many are informative."""
   train, pool, results, total = run.train, [], [], None
   size = run.mesh.shape[mesh.DATA] * train.groups_at_once
   least = train.prompts // size
   while len(pool) < least or (len(pool) < least + train.resample
-                              and sum(informative(data).sum() for data in pool) < train.prompts):
+                              and sum(rollouts.informative(data).sum() for data in pool) < train.prompts):
     first = int(learner.cursor) + len(pool) * size
     examples = [run.source.example('train', first + i) for i in range(size)]
-    data = roll_out(run, functions, learner, examples, jax.random.fold_in(key, len(pool)))
-    if not samples_first(train):
+    data = rollouts.roll_out(run, functions, learner, examples, jax.random.fold_in(key, len(pool)))
+    if not rollouts.samples_first(train):
       result, total = add_gradient(run, functions, learner.params, data, total)
       results.append(result)
     pool.append(data._replace(captured=None))
-  batches = choose(pool, size, train.prompts) if train.resample else pool
+  batches = rollouts.choose(pool, size, train.prompts) if train.resample else pool
   return Sampled(batches, results, total, pool)
 
 
-def choose(pool: list[Batch], size: int, most: int) -> list[Batch]:
-  """Batches of `size` groups with the informative ones of `pool`, at most `most`, filled up with others."""
-  all_ = jax.tree.map(lambda *x: np.concatenate(x), *(data._replace(cut=np.zeros(0)) for data in pool))
-  good = informative(all_)
-  count = min(max(1, -(-int(good.sum()) // size)) * size, most)
-  order = np.argsort(~good, kind='stable')[:count]
-  return [jax.tree.map(lambda x: x[order[i:i + size]], all_._replace(cut=None)) for i in range(0, count, size)]
-
-
-def add_gradient(run: Run, functions: Functions, params, data: Batch, total):
+def add_gradient(run: Run, functions: rollouts.Functions, params, data: rollouts.Batch, total):
   """Result without its gradient, and total (or None) plus the gradient."""
   if data.captured is None:
-    result = batch_function(run, functions, 'fresh', data.groups)(params, data.groups)
+    result = rollouts.batch_function(run, functions, 'fresh', data.groups)(params, data.groups)
   else:
-    result = batch_function(run, functions, 'captured', data.groups)(params, data.groups, data.captured)
+    result = rollouts.batch_function(run, functions, 'captured', data.groups)(params, data.groups, data.captured)
   total = result.grads if total is None else add_gradients(total, result.grads)
   return result.replace(grads=None), total
 
 
-def train_step(run: Run, functions: Functions, learner: Learner, step: int):
+def train_step(run: Run, functions: rollouts.Functions, learner: Learner, step: int):
   """Rollouts and `inner_epochs` updates on them; returns the learner and a metrics row."""
   train, started = run.train, time.monotonic()
   key, next_key = jax.random.split(learner.key)
   batches, results, total, pool = sample_batches(run, functions, learner, key)
   params, opt_state, weight, skipped = learner.params, learner.opt_state, batch_weight(run, batches), 0
   if train.objective == 'ppo':
-    batches = with_critic(run, functions, params, batches)
+    batches = rollouts.with_critic(run, functions, params, batches)
   kept, drifts = Kept([]), []
   for epoch in range(train.inner_epochs):
     if epoch and batches[0].groups.old_logprobs is None:
@@ -230,7 +101,7 @@ def train_step(run: Run, functions: Functions, learner: Learner, step: int):
       results = []
       if train.refresh_every > 1:
         kept = refresh(kept, params, [data.groups for data in batches], train.refresh_every, train.drift_bound,
-                       *capture_and_score(run, functions))
+                       *rollouts.capture_and_score(run, functions))
         batches = [data._replace(captured=c) for data, c in zip(batches, kept.captured)]
         drifts.append(kept.drift)
       for data in batches:
@@ -243,7 +114,7 @@ def train_step(run: Run, functions: Functions, learner: Learner, step: int):
   row = {'stage': 'rl', 'step': step + 1, 'reward': float(np.nanmean([data.rewards for data in pool])),
          **{name: float(np.mean([np.mean(r.metrics[name]) for r in results])) for name in results[0].metrics},
          **({'state_drift': max(drifts)} if drifts else {}), 'grad_norm': float(norm), 'skipped': skipped, 'cut_prompts': total_of(lambda data: data.cut),
-         'informative': total_of(lambda data: informative(data).sum()), **positions(train, batches),
+         'informative': total_of(lambda data: rollouts.informative(data).sum()), **positions(train, batches),
          'sampled_crc': zlib.crc32(b''.join(data.groups.targets.tobytes() for data in pool)),
          'positions_sampled': total_of(lambda data: data.groups.prefix_length.sum() + data.groups.length.sum()),
          'seconds': time.monotonic() - started}
@@ -251,17 +122,7 @@ def train_step(run: Run, functions: Functions, learner: Learner, step: int):
                           cursor=learner.cursor + total_of(lambda data: len(data.rewards))), row
 
 
-def capture_and_score(run: Run, functions: Functions):
-  """What `refresh` calls."""
-  capture = lambda params, groups: batch_function(run, functions, 'capture', groups)(params, groups)
-  def score(params, groups, captured):
-    if captured is None:
-      return batch_function(run, functions, 'score', groups)(params, groups)
-    return batch_function(run, functions, 'score_captured', groups)(params, groups, captured)
-  return capture, score
-
-
-def positions(train, batches: list[Batch]) -> dict:
+def positions(train, batches: list[rollouts.Batch]) -> dict:
   """Positions that went through forward and backward, and those of full sequences.
 
   Rollouts go forward besides, also those of groups that dynamic sampling leaves out
@@ -275,7 +136,7 @@ def positions(train, batches: list[Batch]) -> dict:
 def reinforce(run: Run, learner: Learner, optimizer, start: int, writer, manager, evaluate):
   """All updates from `start` on; returns the learner."""
   train = run.train
-  functions = make_functions(run, optimizer)
+  functions = rollouts.make_functions(run, optimizer)
   with metrics.Progress(train.steps, start) as progress:
     for step in range(start, train.steps):
       before = learner

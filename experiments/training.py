@@ -22,7 +22,7 @@ REPLAY = ReplayConfig(segment_len=512, branch_segment_len=8, prefix_capacity=0, 
 
 def define(flags):
   for default in (TrainConfig(), REPLAY, ObjectiveConfig()):
-    common.define_flags(flags, default, skip=('accumulate_dtype',))
+    common.define_flags(flags, default, skip=('accumulate_dtype', 'block_len'))  # sampled branches are causal
   common.define_flags(flags, Where())
 
 
@@ -74,7 +74,7 @@ def make_run(flags, kind: str = 'answer') -> Run:
   """
   where, train = fit_mesh(common.from_flags(flags, Where())), common.from_flags(flags, TrainConfig())
   objective = common.from_flags(flags, config.objective_preset(train.objective), only_given=True)
-  replay = common.from_flags(flags, REPLAY, skip=('accumulate_dtype',))
+  replay = common.from_flags(flags, REPLAY, skip=('accumulate_dtype', 'block_len'))
   fitted = dict(prefix_capacity=replay.prefix_capacity or train.prompt_len,
                 branch_capacity=replay.branch_capacity or max(train.max_new_tokens, tasks.BRANCH_LEN),
                 accumulate_dtype='float64' if flags.dtype == 'float64' else 'float32')

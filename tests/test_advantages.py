@@ -1,4 +1,5 @@
 """Advantages: hand-worked numbers, exact zeros, refused rewards, GAE against golden values."""
+import itertools
 from pathlib import Path
 
 from hypothesis import given, strategies as st
@@ -25,6 +26,25 @@ def test_hand_worked():
   close(advantages.group_advantages(rewards), np.array([3, -1, -1, -1]) / np.sqrt(3))
   close(advantages.rloo_advantages(rewards), [1, -1 / 3, -1 / 3, -1 / 3])
   close(advantages.group_advantages([1, 0]), [1, -1])  # edge case 9
+
+
+@given(st.lists(st.sampled_from([0.0, 0.5, 1.0, np.nan]), min_size=3, max_size=8), st.integers(1, 3))
+def test_widest_subset_has_the_largest_variance(rewards, count):
+  """Against all subsets; rewards that are not finite only where there are too few others."""
+  got = advantages.widest_subset(rewards, count)
+  assert len(set(got)) == count and list(got) == sorted(got)
+  rewards = np.array(rewards)
+  finite = np.flatnonzero(np.isfinite(rewards))
+  if len(finite) < count:
+    assert set(finite) <= set(got)
+  else:
+    best = max(np.var(rewards[list(c)]) for c in itertools.combinations(finite, count))
+    close(np.var(rewards[got]), best)
+
+
+def test_widest_subset_by_hand():
+  assert list(advantages.widest_subset([0, 0, 1, 0, 0, 0], 2)) == [2, 5]  # a rare success is kept
+  assert list(advantages.widest_subset([1, 1, 1], 2)) == [0, 1] and list(advantages.widest_subset([5, 4], 2)) == [0, 1]
 
 
 @pytest.mark.parametrize('estimate', ESTIMATES)

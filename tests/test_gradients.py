@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from branchreplay import config, full_sequence, gradients, mesh, model, objectives, prefix
+from branchreplay import config, full_sequence, mesh, model, objectives, prefix
 from tests.engine import DEEP, OBJECTIVE, REPLAY, SMALL, distance, flat, function, gradient, make, parameters
 
 RAGGED = [20, 0, 1, 9, 8]

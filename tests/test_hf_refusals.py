@@ -1,6 +1,5 @@
 """Checkpoints and batches that are refused: each by name, in one sentence."""
 import json
-from pathlib import Path
 
 import jax
 import numpy as np

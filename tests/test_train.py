@@ -13,11 +13,11 @@ import pytest
 
 from branchreplay import batch
 from branchreplay.config import PRESETS, ReplayConfig, TrainConfig
-from experiments import common, train, training
+from experiments import common, rollouts, train, training
 
 TINY = ['--task=recall', '--prompt_len=64', '--prompts=2', '--branches=4', '--data=1', '--seq=2', '--segment_len=32',
         '--warmup_updates=1', '--warmup_long_updates=1', '--warmup_prompts=2', '--eval_prompts=2', '--eval_samples=2',
-        '--checkpoint_every=2', '--resample=0']
+        '--checkpoint_every=2', '--resample=0', '--samples=6', '--warmup_reward=2']
 
 
 def run(tmp_path, *flags):
@@ -35,6 +35,8 @@ def run(tmp_path, *flags):
     (['--mode=approximate'], "unknown mode 'approximate'"),
     (['--task=chess'], "unknown task 'chess'"),
     (['--on_nonfinite=ignore'], "unknown on_nonfinite 'ignore'"),
+    (['--samples=4'], 'samples=4 is less than branches=8'),
+    (['--full_sequence', '--refresh_every=2'], 'full sequences have no state to keep'),
     (['--prompts=6', '--data=4', '--seq=2'], 'prompts=6 is not a multiple'),
 ])
 def test_mistakes_end_in_one_sentence(tmp_path, capsys, flags, sentence):
@@ -61,8 +63,8 @@ def saved(folder, step):
 
 
 def test_a_run_taken_up_again_is_bit_for_bit_a_straight_one(tmp_path, capsys):
-  """With a KL term and two epochs a rollout, so that reference and old log-probs are in it."""
-  straight, stopped, flags = tmp_path / 'straight', tmp_path / 'stopped', [*TINY, '--kl_coef=0.1', '--inner_epochs=2']
+  """With a KL term and two epochs a rollout on one capture, so that reference and old log-probs are in it."""
+  straight, stopped, flags = tmp_path / 'straight', tmp_path / 'stopped', [*TINY, '--kl_coef=0.1', '--inner_epochs=2', '--refresh_every=2']
   run(straight, *flags, '--steps=4')
   shutil.copytree(straight, stopped)
   shutil.rmtree(stopped / 'checkpoints' / '4')  # as if killed after the checkpoint of update 2
@@ -106,17 +108,17 @@ def dispatch(rewards):
   rewards = np.array(rewards, float)
   group = batch.make_group(PRESETS['tiny-dense'], ReplayConfig(branch_capacity=1, branch_segment_len=1), [1, 2], [[3], [4]])
   groups = batch.stack([group.replace(advantages=np.ptp(r) * np.array([1.0, -1.0])) for r in rewards])
-  return train.Batch(groups, None, rewards, rewards, 0)
+  return rollouts.Batch(groups, None, rewards, rewards, 0)
 
 
 def test_dynamic_sampling_chooses_the_informative_groups():
   pool = [dispatch([[0, 0], [1, 0]]), dispatch([[1, 1], [1, 1]]), dispatch([[0, 1], [0, 0]])]
-  chosen = train.choose(pool, 2, most=4)
+  chosen = rollouts.choose(pool, 2, most=4)
   assert len(chosen) == 1 and chosen[0].rewards.tolist() == [[1, 0], [0, 1]]
-  filled = train.choose(pool[:2], 2, most=4)
-  assert len(filled) == 1 and train.informative(filled[0]).tolist() == [True, False]
-  assert len(train.choose(pool * 3, 2, most=4)) == 2  # six informative, four asked for
-  assert len(train.choose(pool[1:2], 2, most=4)) == 1  # none: a gradient of zero, not an error
+  filled = rollouts.choose(pool[:2], 2, most=4)
+  assert len(filled) == 1 and rollouts.informative(filled[0]).tolist() == [True, False]
+  assert len(rollouts.choose(pool * 3, 2, most=4)) == 2  # six informative, four asked for
+  assert len(rollouts.choose(pool[1:2], 2, most=4)) == 1  # none: a gradient of zero, not an error
 
 
 @pytest.mark.parametrize('objective, resample, weight', [
@@ -130,6 +132,6 @@ def test_gradients_are_scaled_to_the_mean_over_what_counts(objective, resample, 
 
 def test_preference_pairs_of_sampled_branches():
   groups = dispatch([[0, 1], [1, 1]]).groups
-  paired = train.pair_up(groups, np.array([[0.0, 1.0], [1.0, 1.0]]))
+  paired = rollouts.pair_up(groups, np.array([[0.0, 1.0], [1.0, 1.0]]))
   assert paired.targets[:, :, 0].tolist() == [[4, 3], [3, 4]]
   assert paired.mask[:, :, 0].tolist() == [[1, 1], [0, 0]]

@@ -1,0 +1,100 @@
+"""Reruns every row of the README, a part at a time; hours in all, and takes a stopped run up again.
+
+    bash launch.sh reproduce                         all parts, to runs/reproduce
+    bash launch.sh reproduce --parts=drift,work      some of them
+    bash launch.sh figures --rows=runs/reproduce --out=runs/reproduce/figures
+
+A part is a command of the README, each runnable alone; minutes are those seen on 2 cores. A part
+that ended is not run again: its last line is kept in PART.done. One that was stopped begins
+anew, but for train, objectives and convergence, which go on where they were.
+"""
+import dataclasses
+import os
+from pathlib import Path
+import shutil
+import subprocess
+import sys
+
+from branchreplay.config import UserError
+from experiments import common
+
+PARITY = ['gradient_parity', '--prefix_len=1000', '--branches=4', '--branch_len=48']
+PARTS = {  # part: (minutes, the command after `bash launch.sh`)
+    'quickstart': (8, ['train']),
+    **{f'parity_{model}_{dtype}': (8, [*PARITY, f'--model={model}', f'--dtype={dtype}', '--devices=1,2,8',
+                                       '--mode=exact,detached,depth=2'])
+       for dtype in ('float64', 'float32') for model in ('tiny-hybrid', 'tiny-dense', 'tiny-window')},
+    'memory': (4, ['memory', '--model=tiny-hybrid', '--prefix_len=16384,65536', '--branches=2,8']),
+    'speed': (10, ['speed', '--model=tiny-dense', '--prefix_len=8192', '--branch_len=128', '--branches=16',
+                   '--rounds=2', '--replay_batch=16']),
+    'objectives': (25, ['objectives']),
+    'convergence_recall': (60, ['convergence']),
+    'convergence_needle': (60, ['convergence', '--task=needle']),
+    'fidelity': (15, ['fidelity']),
+    'drift': (4, ['drift']),
+    'work': (1, ['work']),
+    'block_diffusion': (6, ['block_diffusion']),
+}
+RESUMED = ('train', 'objectives', 'convergence')
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  out: str = 'runs/reproduce'  # folder of the rows
+  parts: tuple[str, ...] = ()  # parts to run; none: all
+
+
+def define(flags):
+  common.define_flags(flags, Settings())
+
+
+def file_of(part: str) -> str:
+  """The JSONL file that a part's rows go to, as in experiments/results."""
+  return 'gradient_parity' if part.startswith('parity') else 'convergence' if part.startswith('convergence') else part
+
+
+def run_part(part: str, folder: Path) -> None:
+  """Runs one part in a process of its own; UserError where it fails."""
+  minutes, command = PARTS[part]
+  rows = folder / f'{file_of(part)}.jsonl'
+  pending = rows if command[0] in RESUMED else folder / f'{part}.part'  # of a part that begins anew
+  if pending != rows:
+    pending.unlink(missing_ok=True)
+  flags = [f'--out={pending}'] + ([f'--workdir={folder / part}'] if command[0] == 'train' else [])
+  common.log(f'{part}, about {minutes} minutes: bash launch.sh {" ".join(command)} --out={rows}')
+  done = subprocess.run([sys.executable, '-m', f'experiments.{command[0]}', *command[1:], *flags],
+                        stdout=subprocess.PIPE, text=True)
+  if done.returncode:
+    raise UserError(f'{part} ended with status {done.returncode}; see above, and run the same command to go on.')
+  if command[0] == 'train':
+    shutil.copy(folder / part / 'metrics.jsonl', folder / f'{part}_metrics.jsonl')
+  if pending != rows:
+    for line in pending.read_text().splitlines():
+      with open(rows, 'a', encoding='utf-8') as file:
+        file.write(line + '\n')
+    pending.unlink()
+  temporary = folder / f'{part}.tmp'
+  temporary.write_text(done.stdout)
+  os.replace(temporary, folder / f'{part}.done')
+
+
+def main(flags):
+  settings = common.from_flags(flags, Settings())
+  if unknown := set(settings.parts) - set(PARTS):
+    raise UserError(f'unknown part {min(unknown)!r}; the parts are {", ".join(PARTS)}.')
+  folder = Path(settings.out)
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise UserError(f'cannot write to {settings.out!r} ({error.strerror}); choose another --out.')
+  parts = settings.parts or tuple(PARTS)
+  for part in parts:
+    if (folder / f'{part}.done').is_file():
+      common.log(f'{part}: done already; remove {folder / part}.done to run it again.')
+    else:
+      run_part(part, folder)
+  common.emit({'parts': parts, 'folder': settings.out})
+
+
+if __name__ == '__main__':
+  common.run(define, main)

@@ -1,0 +1,150 @@
+"""Rollouts: branches sampled, rewarded and made into groups ready for an objective.
+
+`experiments/train.py` is the loop that calls them.
+"""
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from branchreplay import batch, gradients, objectives, sample
+from branchreplay.advantages import (
+    branch_advantages, gae, overlong_penalty, penalized_rewards, preference_order, token_rewards, whiten,
+    widest_subset)
+from experiments import training
+from experiments.training import Learner, Run
+
+
+class Functions(NamedTuple):
+  rollout: Any
+  update: Any
+  compiled: dict  # gradient and score functions, made at first use
+
+
+class Batch(NamedTuple):
+  """What came of one dispatch of prompts: N groups of sampled, rewarded branches."""
+  groups: Any
+  captured: Any  # of their prefixes, under the parameters that sampled; or None
+  rewards: np.ndarray  # [N, S] of all samples, the task's own
+  shaped: np.ndarray  # [N, G] of the branches trained on, with what length and KL take off
+  cut: int  # prompts that were cut on the left
+
+
+def pair_up(groups, rewards):
+  """Branches in pairs, the better one first; pairs of equal rewards are masked."""
+  orders, reals = zip(*(preference_order(r) for r in rewards))
+  order = np.stack(orders)
+  take = lambda x: np.take_along_axis(x, order.reshape(order.shape + (1,) * (x.ndim - 2)), 1)
+  changed = {name: take(getattr(groups, name)) for name in (
+      'inputs', 'targets', 'length', 'mask', 'advantages', 'sampler_logprobs', 'ref_logprobs')
+             if getattr(groups, name) is not None}
+  return groups.replace(**changed | {'mask': changed['mask'] * np.stack(reals)[..., None]})
+
+
+def informative(data: Batch) -> np.ndarray:
+  """Which groups have a gradient, bool [N]: rewards differ."""
+  return np.any(data.groups.advantages != 0, 1)
+
+
+def samples_first(train) -> bool:
+  """Whether the update begins when all is sampled, not a dispatch at a time."""
+  return bool(train.resample) or train.objective == 'ppo' or train.refresh_every > 1
+
+
+def make_functions(run: Run, optimizer) -> Functions:
+  """The jitted functions of a run.
+
+  Rollouts keep their captures for the update, unless that begins when all is sampled.
+  """
+  keep = not (run.train.full_sequence or samples_first(run.train))
+  rollout = sample.rollout_function(run.mesh, run.model, run.replay, run.train.samples or run.train.branches,
+                                    run.train.max_new_tokens, keep)
+  return Functions(rollout, training.update_function(optimizer), {})
+
+
+def batch_function(run: Run, functions: Functions, kind: str, groups):
+  """The jitted function `kind` for groups of this shape.
+
+  captured, fresh: the gradient on given captures or its own; score, score_captured; capture.
+  """
+  key = kind, jax.tree.structure(groups)
+  if key not in functions.compiled:
+    if kind == 'capture':
+      made = gradients.capture_function(run.mesh, run.model, run.replay, groups)
+    elif kind.startswith('score'):
+      made = gradients.score_function(run.mesh, run.model, run.replay, groups, kind == 'score_captured')
+    else:
+      made = gradients.gradient_function(
+          run.mesh, run.model, run.replay, objectives.make_objective(run.train.objective, run.objective), groups,
+          full_sequence=run.train.full_sequence, with_captured=kind == 'captured')
+    functions.compiled[key] = made
+  return functions.compiled[key]
+
+
+def roll_out(run: Run, functions: Functions, learner: Learner, examples, key) -> Batch:
+  """Samples branches of each example's prompt and rewards them."""
+  train, objective, prompts = run.train, run.objective, [e.prompt for e in examples]
+  rollout, captured = functions.rollout(learner.params, training.stack_prompts(run.replay, prompts),
+                                        jax.random.split(key, len(examples)), training.sampling_of(run))
+  rewards = training.rewards_of(run.source, examples, rollout)
+  kept = np.stack([widest_subset(r, train.branches) for r in rewards])  # [N, G]
+  tokens, length, logprobs, shaped = (np.asarray(x)[np.arange(len(kept))[:, None], kept] for x in (
+      rollout.tokens, rollout.length, rollout.logprobs, rewards))
+  rows = lambda x, i: [x[i, g, :length[i, g]] for g in range(train.branches)]
+  groups = batch.stack([batch.make_group(
+      run.model, run.replay, p, rows(tokens, i), sampler_logprobs=rows(logprobs, i), dtype=run.dtype)
+      for i, p in enumerate(prompts)])
+  if learner.reference is not None:
+    scores = batch_function(run, functions, 'score', groups)(learner.reference, groups)
+    groups = groups.replace(ref_logprobs=np.asarray(scores.logprob))
+  if train.overlong_buffer:
+    shaped = shaped + overlong_penalty(length, train.max_new_tokens, train.overlong_buffer)
+  if objective.kl_coef and objective.kl_in == 'reward' and train.objective != 'ppo':
+    kl = objectives.kl_estimate(groups.sampler_logprobs, groups.ref_logprobs, groups.mask, objective.kl_kind)
+    shaped = np.stack([penalized_rewards(*x, objective.kl_coef) for x in zip(shaped, kl, groups.mask)])
+  advantages = [branch_advantages(train.objective, r, train.drop_nonfinite_rewards) for r in shaped]
+  groups = groups.replace(advantages=np.array(advantages, run.dtype))
+  if train.objective in objectives.PREFERENCES:
+    groups = pair_up(groups, shaped)
+  elif train.objective == 'nll':  # rejection sampling: the better branches are imitated
+    groups = groups.replace(mask=groups.mask * (groups.advantages > 0)[..., None])
+  if train.objective in objectives.BATCH_MEANS:  # what to divide by is known when the batch is whole
+    groups = groups.replace(denominator=np.ones(len(prompts), run.dtype))
+  return Batch(groups, captured, rewards, shaped, sum(getattr(e, 'cut', False) for e in examples))
+
+
+def with_critic(run: Run, functions: Functions, params, batches: list[Batch]) -> list[Batch]:
+  """PPO's token advantages, whitened over all batches, and what its critic is to learn."""
+  objective, out = run.objective, []
+  for data in batches:
+    groups = data.groups
+    scores = jax.device_get(batch_function(run, functions, 'score', groups)(params, groups))
+    rewards = np.stack([token_rewards(*x) for x in zip(data.shaped, groups.mask)])
+    if objective.kl_coef and objective.kl_in == 'reward':
+      kl = objectives.kl_estimate(scores.logprob, groups.ref_logprobs, groups.mask, objective.kl_kind)
+      rewards = penalized_rewards(rewards, kl, groups.mask, objective.kl_coef)
+    advantages, returns = gae(rewards.astype(run.dtype), scores.value, groups.mask, objective.gamma, objective.lam)
+    out.append(groups.replace(advantages=advantages, returns=np.asarray(returns), old_values=scores.value,
+                              old_logprobs=scores.logprob))
+  white = whiten(np.concatenate([g.advantages for g in out]), np.concatenate([g.mask for g in out]))
+  parts = np.split(np.asarray(white), len(out))
+  return [data._replace(groups=g.replace(advantages=p)) for data, g, p in zip(batches, out, parts)]
+
+
+def choose(pool: list[Batch], size: int, most: int) -> list[Batch]:
+  """Batches of `size` groups with the informative ones of `pool`, at most `most`, filled up with others."""
+  all_ = jax.tree.map(lambda *x: np.concatenate(x), *(data._replace(cut=np.zeros(0)) for data in pool))
+  good = informative(all_)
+  count = min(max(1, -(-int(good.sum()) // size)) * size, most)
+  order = np.argsort(~good, kind='stable')[:count]
+  return [jax.tree.map(lambda x: x[order[i:i + size]], all_._replace(cut=None)) for i in range(0, count, size)]
+
+
+def capture_and_score(run: Run, functions: Functions):
+  """What `refresh` calls."""
+  capture = lambda params, groups: batch_function(run, functions, 'capture', groups)(params, groups)
+  def score(params, groups, captured):
+    if captured is None:
+      return batch_function(run, functions, 'score', groups)(params, groups)
+    return batch_function(run, functions, 'score_captured', groups)(params, groups, captured)
+  return capture, score
