@@ -61,6 +61,6 @@ export PYTHONPATH=$root PYTHONSAFEPATH=1 TF_CPP_MIN_LOG_LEVEL=${TF_CPP_MIN_LOG_L
 if [[ $name == test ]]; then
   cd "$root"
   # Two processes; a file's tests share what they compile.
-  exec "$venv/bin/python" -m pytest --rootdir="$root" -o testpaths=tests -n 2 --dist loadfile "$@"
+  exec "$venv/bin/python" -m pytest --rootdir="$root" -o testpaths=tests -n 2 --dist loadfile -m 'not slow' "$@"
 fi
 exec "$venv/bin/python" -m "experiments.$name" "$@"

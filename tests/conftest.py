@@ -1,6 +1,8 @@
 """Eight virtual CPU devices and 64 bits, set before JAX starts."""
 import json
 import os
+import shutil
+import tempfile
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 # Many small programs run once: what they cost is their compilation.
@@ -14,10 +16,23 @@ from tokenizers import models, pre_tokenizers, trainers  # noqa: E402
 
 jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_enable_x64', True)
-jax.config.update('jax_enable_compilation_cache', False)  # every run compiles what it tests
+jax.config.update('jax_persistent_cache_min_compile_time_secs', 1)
 
 hypothesis.settings.register_profile('branchreplay', deadline=None)  # first examples compile
 hypothesis.settings.load_profile('branchreplay')
+
+
+def pytest_configure(config):
+  """What a run of the tests compiles is compiled once, in all its processes; nothing is kept from earlier runs."""
+  config.addinivalue_line('markers', 'slow: left out unless asked for with -m slow')
+  if not hasattr(config, 'workerinput'):  # the first process; others inherit its environment
+    os.environ['BRANCHREPLAY_TEST_CACHE'] = tempfile.mkdtemp()
+  jax.config.update('jax_compilation_cache_dir', os.environ['BRANCHREPLAY_TEST_CACHE'])
+
+
+def pytest_unconfigure(config):
+  if not hasattr(config, 'workerinput'):
+    shutil.rmtree(os.environ['BRANCHREPLAY_TEST_CACHE'], ignore_errors=True)
 
 
 @pytest.fixture
