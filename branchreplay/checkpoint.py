@@ -1,13 +1,22 @@
 """A run's work directory: config.json and Orbax checkpoints that hold all of its state."""
+import contextlib
+import fcntl
 import json
 import os
 from pathlib import Path
+import re
+import shutil
+import time
 
+from absl import logging
 import jax
 import orbax.checkpoint as ocp
 
+from branchreplay import seals
 from branchreplay.config import UserError
 from branchreplay.metrics import plain
+
+_FROM_DISK = re.compile('No space left on device|Disk quota exceeded|Read-only file system|Input/output error|Permission denied')
 
 
 def claim_workdir(path: str | os.PathLike, config: dict, may_change=()) -> Path:
@@ -29,6 +38,9 @@ def claim_workdir(path: str | os.PathLike, config: dict, may_change=()) -> Path:
     elif any(not entry.name.startswith('config.json') for entry in path.iterdir()):
       raise UserError(f'{path} holds files but no config.json, so it is no work directory; '
                       'give another --workdir.')
+    if (path / 'lock').exists():
+      with only_writer(path):  # UserError where another process is at work
+        pass
     part.write_text(json.dumps(config, indent=2, allow_nan=False) + '\n')
     part.replace(file)  # a kill leaves no half-written config
   except OSError as error:
@@ -36,6 +48,17 @@ def claim_workdir(path: str | os.PathLike, config: dict, may_change=()) -> Path:
   except ValueError:
     raise UserError(f'{file} is not a JSON object; repair it or give another --workdir.')
   return path
+
+
+@contextlib.contextmanager
+def only_writer(workdir: Path):
+  """Keeps other processes from the work directory; UserError where one is at work in it."""
+  with open(workdir / 'lock', 'a') as file:
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+      raise UserError(f'another process is training in {workdir}; wait for it, or give another --workdir.')
+    yield
 
 
 def _flat(config: dict, prefix: str = '') -> dict:
@@ -64,31 +87,78 @@ def open_checkpoints(workdir: Path, keep: int = 2) -> ocp.CheckpointManager:
       item_handlers={'state': ocp.StandardCheckpointHandler(), 'meta': ocp.JsonCheckpointHandler()})
 
 
+class NotSaved(Exception):
+  """A checkpoint could not be written; earlier ones are as they were. Its text is one sentence."""
+
+
 def save(manager: ocp.CheckpointManager, step: int, state, meta: dict) -> bool:
-  """Starts saving `state`, a tree of arrays, and the JSON dict `meta`; False if `step` is held.
+  """Saves `state`, a tree of arrays, and the JSON dict `meta`, and seals them; False if `step` is held.
 
-  The next step may take the arrays as donated: what is saved is what they hold now.
+  Raises NotSaved where the disk refuses.
   """
-  return manager.save(step, args=ocp.args.Composite(
-      state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(plain(meta))))
+  folder, verbosity = manager.directory / str(step), logging.get_verbosity()
+  logging.set_verbosity(logging.FATAL)  # Orbax logs the traceback of what is raised here
+  try:
+    saved = manager.save(step, args=ocp.args.Composite(
+        state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(plain(meta))))
+    manager.wait_until_finished()
+    if saved:
+      seals.seal(Path(folder))
+  except Exception as error:  # of the file system, and as Orbax and TensorStore pass it on
+    if not isinstance(error, OSError) and not _FROM_DISK.search(str(error)):
+      raise
+    for part in (Path(folder), *Path(manager.directory).glob(f'{step}.*')):  # in the way of the next
+      shutil.rmtree(part, ignore_errors=True)
+    reason = _FROM_DISK.search(str(error))
+    raise NotSaved(f'the checkpoint of step {step} could not be written to {manager.directory} '
+                   f'({reason.group() if reason else error})') from None
+  finally:
+    logging.set_verbosity(verbosity)
+  return saved
 
 
-def restore_latest(manager: ocp.CheckpointManager, target) -> tuple[int, object, dict] | None:
-  """(step, state, meta) of the last whole checkpoint; None where there is none.
+def newest_good(manager: ocp.CheckpointManager, log=lambda text: None) -> tuple[int | None, list[int]]:
+  """(newest step whose checkpoint is as it was sealed, newer steps that are damaged); (None, []) without checkpoints.
 
+  `log` gets a sentence of each damaged one. UserError where checkpoints are there and none is good.
+  """
+  bad = []
+  for step in sorted(manager.all_steps(), reverse=True):
+    if (problem := seals.fault(Path(manager.directory / str(step)))) is None:
+      return step, bad
+    log(f'the checkpoint of step {step} in {manager.directory} is damaged ({problem}); an earlier one is looked for.')
+    bad.append(step)
+  if bad:
+    raise UserError(f'no checkpoint in {manager.directory} is whole; put a copy of one in its place, or give another '
+                    '--workdir.')
+  return None, []
+
+
+def restore_latest(manager: ocp.CheckpointManager, target, log=lambda text: None) -> tuple[int, object, dict] | None:
+  """(step, state, meta) of the newest good checkpoint; None where there is none. See `newest_good`.
+
+  Damaged newer ones are moved to the folder `damaged`, out of the way of those to come.
   `target`: `jax.ShapeDtypeStruct`s with shardings. UserError, before a read, if it does not fit.
   """
-  if (step := manager.latest_step()) is None:
+  step, bad = newest_good(manager, log)
+  if step is None:
     return None
   _check_fit(manager, step, manager.item_metadata(step).state.tree, target)
+  aside = Path(manager.directory).parent / 'damaged'
+  for damaged in bad:
+    aside.mkdir(exist_ok=True)
+    os.replace(manager.directory / str(damaged), aside / f'{damaged}-{time.time_ns()}')
+  if bad:
+    manager.reload()
   items = manager.restore(step, args=ocp.args.Composite(
       state=ocp.args.StandardRestore(target), meta=ocp.args.JsonRestore()))
   return step, items.state, items.meta
 
 
-def restore_part(manager: ocp.CheckpointManager, name: str, target) -> tuple[int, object] | None:
-  """(step, state[name]) of the last whole checkpoint, read alone; None where there is none."""
-  if (step := manager.latest_step()) is None:
+def restore_part(manager: ocp.CheckpointManager, name: str, target, log=lambda text: None) -> tuple[int, object] | None:
+  """(step, state[name]) of the newest good checkpoint, read alone; None where there is none."""
+  step, _ = newest_good(manager, log)
+  if step is None:
     return None
   _check_fit(manager, step, manager.item_metadata(step).state.tree[name], target)
   item = {name: target}

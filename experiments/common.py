@@ -6,6 +6,7 @@ A script has `define(flags)`, which adds its flags to the given absl FlagValues,
     if __name__ == '__main__':
       common.run(define, main)
 """
+import contextlib
 import dataclasses
 import datetime
 import inspect
@@ -15,8 +16,10 @@ from pathlib import Path
 import platform
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import threading
 import types
 import typing
 
@@ -79,7 +82,8 @@ def run(define, main, argv: list[str] | None = None) -> None:
 
   Adds --dtype and --virtual_devices; `define` may change their default with
   `flags.set_default`. A user's mistake ends the process with status 2 and one
-  sentence on stderr, an interrupt with 130; any other exception is ours and passes.
+  sentence on stderr, an interrupt with 130, a script that SIGTERM stopped with 0; any other
+  exception is ours and passes.
   """
   argv = sys.argv if argv is None else argv
   flags = absl_flags.FlagValues()
@@ -107,6 +111,8 @@ def run(define, main, argv: list[str] | None = None) -> None:
     if not str(error).startswith('Unable to initialize backend'):
       raise
     _leave(2, str(error))
+  except Stopped as stopped:
+    _leave(0, str(stopped))
   except KeyboardInterrupt:
     _leave(130, 'interrupted by the user.')
 
@@ -115,6 +121,33 @@ def _leave(status: int, sentence: str) -> typing.NoReturn:
   sentence = ' '.join(sentence.split()).rstrip()
   print(sentence if sentence.endswith(('.', '?')) else sentence + '.', file=sys.stderr, flush=True)
   raise SystemExit(status) from None
+
+
+class Stopped(Exception):
+  """The run was asked to stop and did; its text is one sentence on how to go on."""
+
+
+@contextlib.contextmanager
+def sigterm(sentence: str):
+  """Yields what knows of SIGTERM: `asked`, whether it came; while `at_once` is set it raises Stopped(at_once).
+
+  sentence: `at_once` to begin with; set it to None once there is something to save first.
+  """
+  stop = types.SimpleNamespace(asked=False, at_once=sentence)
+
+  def handle(*_):
+    stop.asked = True
+    if stop.at_once:
+      raise Stopped(stop.at_once)
+
+  if threading.current_thread() is not threading.main_thread():  # which alone gets signals
+    yield stop
+    return
+  before = signal.signal(signal.SIGTERM, handle)
+  try:
+    yield stop
+  finally:
+    signal.signal(signal.SIGTERM, before)
 
 
 def emit(row: dict) -> None:

@@ -61,7 +61,7 @@ def main(flags):
   target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
                         model.shapes(run['model'], run['dtype']))
   with checkpoint.open_checkpoints(workdir) as manager:
-    found = checkpoint.restore_part(manager, 'params', target)
+    found = checkpoint.restore_part(manager, 'params', target, common.log)
   if found is None:
     raise UserError(f'{workdir} holds no checkpoint yet; wait for the first one or name another --workdir.')
   step, params = found

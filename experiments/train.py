@@ -133,8 +133,8 @@ def positions(train, batches: list[rollouts.Batch]) -> dict:
   return {'positions': prefix + tokens, 'positions_full_sequences': prefix * train.branches + tokens}
 
 
-def reinforce(run: Run, learner: Learner, optimizer, start: int, writer, manager, evaluate):
-  """All updates from `start` on; returns the learner."""
+def reinforce(run: Run, learner: Learner, optimizer, start: int, writer, manager, evaluate, stop):
+  """All updates from `start` on; returns the learner. Raises Stopped, with all saved, once `stop.asked`."""
   train = run.train
   functions = rollouts.make_functions(run, optimizer)
   with metrics.Progress(train.steps, start) as progress:
@@ -147,15 +147,17 @@ def reinforce(run: Run, learner: Learner, optimizer, start: int, writer, manager
                           'go on past it with --on_nonfinite=skip, or start anew in another --workdir with a lower '
                           '--learning_rate.')
       except UserError:  # also a reward function's; the parameters are those of before
-        checkpoint.save(manager, step, learner._replace(key=before.key, cursor=before.cursor)._asdict(), {})
+        training.save(manager, step, learner._replace(key=before.key, cursor=before.cursor))
         raise
       writer.write(row)
       progress.update(step + 1, row['positions'], row['reward'], row['loss'])
       last = step + 1 == train.steps
       if last or (step + 1) % train.eval_every == 0:
         writer.write({'stage': 'eval', 'step': step + 1, 'reward': evaluate(learner.params, train.prompt_len)})
-      if last or (step + 1) % train.checkpoint_every == 0:
-        checkpoint.save(manager, step + 1, learner._asdict(), {})
+      if last or stop.asked or (step + 1) % train.checkpoint_every == 0:
+        training.save(manager, step + 1, learner)
+      if stop.asked and not last:
+        raise common.Stopped(f'stopped after update {step + 1}, which is saved; the same command goes on from there.')
   return learner
 
 
@@ -166,7 +168,8 @@ def main(flags):
   workdir = checkpoint.claim_workdir(run.where.workdir, training.resolved(run), MAY_CHANGE)
   evaluate = training.evaluator(run, (1 if train.data_file else 4) * run.replay.prefix_capacity)
   started = time.monotonic()
-  with checkpoint.open_checkpoints(workdir) as manager:
+  with (checkpoint.only_writer(workdir), checkpoint.open_checkpoints(workdir) as manager,
+        common.sigterm('stopped before the first update; the same command begins anew, or where its checkpoint is.') as stop):
     start, learner = training.restore(run, manager, training.make_learner(run, optimizer))
     with metrics.JsonlWriter(workdir / 'metrics.jsonl', start or 0) as writer:
       writer.write({'stage': 'start', 'step': start or 0} | common.provenance())
@@ -180,8 +183,9 @@ def main(flags):
         reference = jax.tree.map(jnp.copy, params) if training.needs_reference(run) else None
         learner = training.on_mesh(run, learner._replace(
             params=params, opt_state=jax.jit(optimizer.init)(params), reference=reference))
-        checkpoint.save(manager, 0, learner._asdict(), {})
-      learner = reinforce(run, learner, optimizer, start, writer, manager, evaluate)
+        training.save(manager, 0, learner)
+      stop.at_once = None  # from here on there is an update to save first
+      learner = reinforce(run, learner, optimizer, start, writer, manager, evaluate, stop)
       finish(run, workdir, learner, evaluate, time.monotonic() - started)
 
 

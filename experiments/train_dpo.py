@@ -83,7 +83,8 @@ def main(flags):
   optimizer = training.training_optimizer(run)
   update = training.update_function(optimizer)
   workdir = checkpoint.claim_workdir(run.where.workdir, training.resolved(run), MAY_CHANGE)
-  with checkpoint.open_checkpoints(workdir) as manager:
+  with (checkpoint.only_writer(workdir), checkpoint.open_checkpoints(workdir) as manager,
+        common.sigterm('stopped before the first update; the same command begins anew, or where its checkpoint is.') as stop):
     learner = training.make_learner(run, optimizer)
     start, learner = training.restore(run, manager, learner)
     with metrics.JsonlWriter(workdir / 'metrics.jsonl', start or 0) as writer:
@@ -92,6 +93,7 @@ def main(flags):
         start = 0
         learner = learner._replace(reference=jax.tree.map(jnp.copy, learner.reference))
         writer.write({'stage': 'eval', 'step': 0} | evaluate(run, *functions[1:], learner))
+      stop.at_once = None  # from here on there is an update to save first
       with metrics.Progress(train.steps, start) as progress:
         for step in range(start, train.steps):
           learner, row = train_step(run, functions, update, learner, step)
@@ -100,8 +102,10 @@ def main(flags):
           last = step + 1 == train.steps
           if last or (step + 1) % train.eval_every == 0:
             writer.write({'stage': 'eval', 'step': step + 1} | evaluate(run, *functions[1:], learner))
-          if last or (step + 1) % train.checkpoint_every == 0:
-            checkpoint.save(manager, step + 1, learner._asdict(), {})
+          if last or stop.asked or (step + 1) % train.checkpoint_every == 0:
+            training.save(manager, step + 1, learner)
+          if stop.asked and not last:
+            raise common.Stopped(f'stopped after update {step + 1}, which is saved; the same command goes on from there.')
       held_out = evaluate(run, *functions[1:], learner)
   common.log(f'{train.objective} on {train.data_file}: {train.steps} updates of {train.prompts} pairs; of held-out '
              f'pairs {held_out["accuracy"]:.1%} have the larger margin on the chosen response.')

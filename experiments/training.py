@@ -129,11 +129,19 @@ def training_optimizer(run: Run):
 def restore(run: Run, manager, learner: Learner) -> tuple[int | None, Learner]:
   """(step, learner) of the last checkpoint, laid out as `learner` is; (None, learner) without one."""
   target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), learner._asdict())
-  found = checkpoint.restore_latest(manager, target)
+  found = checkpoint.restore_latest(manager, target, common.log)
   if found is None:
     return None, learner
   common.log(f'{run.where.workdir}: going on after update {found[0]}.')
   return found[0], Learner(**found[1])
+
+
+def save(manager, step: int, learner: Learner) -> None:
+  """Saves the learner; a disk that refuses is said, and the run goes on with the checkpoints it has."""
+  try:
+    checkpoint.save(manager, step, learner._asdict(), {})
+  except checkpoint.NotSaved as error:
+    common.log(f'{error}; the run goes on, and the last checkpoint is kept: make room before the next.')
 
 
 def needs_reference(run: Run) -> bool:

@@ -1,6 +1,9 @@
 """Checkpoints give back the bytes that were saved; a work directory is never taken over."""
+import errno
 import functools
 import json
+import re
+import shutil
 from typing import Any
 
 import flax.struct
@@ -102,6 +105,80 @@ def test_a_half_written_checkpoint_is_passed_over(tmp_path):
     assert checkpoint.save(manager, 2, {'x': jnp.full(2, 9)}, {})
     manager.wait_until_finished()
     assert checkpoint.restore_latest(manager, abstract(state))[0] == 2
+
+
+def saved(tmp_path, steps=(1, 2, 3)):
+  with checkpoint.open_checkpoints(tmp_path, keep=9) as manager:
+    for step in steps:
+      checkpoint.save(manager, step, {'x': jnp.full(500, step)}, {})
+
+
+def restored(tmp_path, log):
+  with checkpoint.open_checkpoints(tmp_path, keep=9) as manager:
+    return checkpoint.restore_latest(manager, abstract({'x': jnp.zeros(500, int)}), log)
+
+
+def files(folder):
+  return sorted(p for p in folder.rglob('*') if p.is_file())
+
+
+@pytest.mark.parametrize('damage, sentence', [
+    ('flip', 'is changed'), ('truncate', 'is changed'), ('remove', 'is missing|never finished')])
+def test_damage_to_any_file_is_seen_and_an_earlier_checkpoint_taken(tmp_path, damage, sentence):
+  saved(tmp_path / 'whole')
+  names = [p.relative_to(tmp_path / 'whole') for p in files(tmp_path / 'whole' / 'checkpoints' / '3')]
+  assert len(names) > 5
+  for i, name in enumerate(names):
+    copy = tmp_path / f'{damage}-{i}'
+    shutil.copytree(tmp_path / 'whole', copy)
+    held = (copy / name).read_bytes()
+    if damage == 'remove':
+      (copy / name).unlink()
+    elif held:
+      at = len(held) // 2
+      (copy / name).write_bytes(held[:at] + (bytes([held[at] ^ 1]) + held[at + 1:] if damage == 'flip' else b''))
+    else:
+      continue  # an empty file has nothing to change
+    said = []
+    step, state, _ = restored(copy, said.append)
+    assert step == 2 and np.all(state['x'] == 2), name
+    assert len(said) == 1 and (name.name == 'checksums.json' or re.search(sentence, said[0])), said
+    assert [p.name[:2] for p in (copy / 'damaged').iterdir()] == ['3-']
+    with checkpoint.open_checkpoints(copy, keep=9) as manager:
+      assert checkpoint.save(manager, 3, {'x': jnp.full(500, 3)}, {})  # nothing in its way
+    assert restored(copy, said.append)[0] == 3 and len(said) == 1
+
+
+def test_no_good_checkpoint_stops_and_changes_nothing(tmp_path):
+  saved(tmp_path, steps=(1, 2))
+  for step in (1, 2):
+    (tmp_path / 'checkpoints' / str(step) / 'checksums.json').write_text('{}')
+  before = {p: p.read_bytes() for p in files(tmp_path)}
+  with pytest.raises(UserError, match='no checkpoint in .* is whole'):
+    restored(tmp_path, lambda text: None)
+  assert {p: p.read_bytes() for p in files(tmp_path)} == before
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch):
+  saved(tmp_path, steps=(1,))
+  full = lambda folder: (_ for _ in ()).throw(OSError(errno.ENOSPC, 'No space left on device'))
+  with checkpoint.open_checkpoints(tmp_path) as manager:
+    with monkeypatch.context() as patch:
+      patch.setattr(checkpoint.seals, 'seal', full)
+      with pytest.raises(checkpoint.NotSaved, match='step 2 could not be written .*No space left on device'):
+        checkpoint.save(manager, 2, {'x': jnp.zeros(500, int)}, {})
+    assert checkpoint.save(manager, 3, {'x': jnp.full(500, 3)}, {})
+  assert restored(tmp_path, lambda text: None)[0] == 3
+  assert not (tmp_path / 'checkpoints' / '2').exists()
+
+
+def test_a_second_writer_is_refused(tmp_path):
+  path = checkpoint.claim_workdir(tmp_path, CONFIG)
+  with checkpoint.only_writer(path):
+    for second in (lambda: checkpoint.claim_workdir(path, CONFIG), lambda: checkpoint.only_writer(path).__enter__()):
+      with pytest.raises(UserError, match='another process is training in'):
+        second()
+  assert checkpoint.claim_workdir(path, CONFIG) == path
 
 
 def without_block(state):

@@ -1,10 +1,14 @@
 """Flags mirror dataclasses, a mistake is one sentence and status 2, rows are strict JSON."""
+import contextlib
 import dataclasses
+import io
 import json
 import os
 from pathlib import Path
+import signal
 import subprocess
 import sys
+import time
 
 from absl import flags as absl_flags
 import jax
@@ -186,3 +190,21 @@ def test_commit(tmp_path, monkeypatch):
   assert common.commit() == short  # a sweep's own rows change nothing
   Path(tmp_path / 'a.py').write_text('2')
   assert common.commit() == short + '+dirty'
+
+
+def test_sigterm_stops_at_once_or_is_remembered():
+  def main(flags):
+    with common.sigterm('nothing to save yet') as stop:
+      if flags.late:
+        stop.at_once = None
+      os.kill(os.getpid(), signal.SIGTERM)
+      time.sleep(0.01)
+      if stop.asked:
+        raise common.Stopped('saved')
+  before = signal.getsignal(signal.SIGTERM)
+  for flag, sentence in (('--late=false', 'nothing to save yet.'), ('--late=true', 'saved.')):
+    error = io.StringIO()
+    with contextlib.redirect_stderr(error), pytest.raises(SystemExit) as stop:
+      common.run(lambda flags: absl_flags.DEFINE_bool('late', False, '', flag_values=flags), main, ['x', flag, '--dtype=float32'])
+    assert stop.value.code == 0 and error.getvalue().strip() == sentence
+  assert signal.getsignal(signal.SIGTERM) == before
