@@ -164,6 +164,8 @@ class TrainConfig:
   resample: int = 4  # dynamic sampling: most further rollouts until `prompts` groups have unequal rewards; 0: off
   overlong_buffer: int = 0  # tokens before max_new_tokens over which a penalty grows to 1 (dapo); 0: off
   drop_nonfinite_rewards: bool = False  # drop responses whose reward is not finite, instead of stopping
+  spike_factor: float = 0.0  # skip a gradient whose norm is above so many medians of the last 32; 0: off
+  max_policy_kl: float = 0.0  # nats; inner_epochs end where the policy has moved further from the rollout's; 0: off
   on_nonfinite: str = 'skip'  # skip | stop, at a loss or gradient that is not finite
   warmup_updates: int = 300  # most supervised updates on short prompts
   warmup_len: int = 64  # tokens of a short prompt
@@ -294,7 +296,7 @@ def check_train(train: TrainConfig, data: int) -> None:
                'eval_every', 'eval_prompts', 'eval_samples', 'checkpoint_every', 'warmup_len', 'warmup_prompts'):
     _require(getattr(train, name) >= 1, f'{name}={getattr(train, name)}; it must be at least 1.')
   for name in ('steps', 'learning_rate', 'ramp_steps', 'decay_start', 'decay_steps', 'weight_decay', 'temperature',
-               'seed', 'samples', 'drift_bound', 'resample', 'overlong_buffer', 'warmup_updates',
+               'seed', 'samples', 'drift_bound', 'spike_factor', 'max_policy_kl', 'resample', 'overlong_buffer', 'warmup_updates',
                'warmup_long_updates', 'warmup_learning_rate'):
     _require(getattr(train, name) >= 0, f'{name}={getattr(train, name)}; it must not be negative.')
   _require(train.refresh_every == 1 or not train.full_sequence,

@@ -20,7 +20,7 @@ import numpy as np
 
 from branchreplay import checkpoint, mesh, metrics, objectives
 from branchreplay.config import UserError
-from experiments import common, plots, rollouts, training
+from experiments import common, guards, plots, rollouts, training
 from experiments.refresh import Kept, refresh
 from experiments.training import Learner, Run
 
@@ -92,7 +92,7 @@ def train_step(run: Run, functions: rollouts.Functions, learner: Learner, step: 
   params, opt_state, weight, skipped = learner.params, learner.opt_state, batch_weight(run, batches), 0
   if train.objective == 'ppo':
     batches = rollouts.with_critic(run, functions, params, batches)
-  kept, drifts = Kept([]), []
+  kept, drifts, epochs = Kept([]), [], 0
   for epoch in range(train.inner_epochs):
     if epoch and batches[0].groups.old_logprobs is None:
       batches = [data._replace(groups=data.groups.replace(old_logprobs=np.asarray(r.scores.logprob)))
@@ -107,13 +107,17 @@ def train_step(run: Run, functions: rollouts.Functions, learner: Learner, step: 
       for data in batches:
         result, total = add_gradient(run, functions, params, data, total)
         results.append(result)
+    if epoch and train.max_policy_kl and guards.moved([data.groups for data in batches], results) > train.max_policy_kl:
+      break
+    epochs += 1
     loss = jnp.mean(jnp.stack([r.loss.mean() for r in results]))
-    params, opt_state, norm, finite = functions.update(params, opt_state, total, loss, weight)
-    total, skipped = None, skipped + (not bool(finite))
+    params, opt_state, norm, taken = functions.update(params, opt_state, total, loss, weight)
+    total, skipped = None, skipped + (not bool(taken))
   total_of = lambda count: int(sum(count(data) for data in pool))
   row = {'stage': 'rl', 'step': step + 1, 'reward': float(np.nanmean([data.rewards for data in pool])),
          **{name: float(np.mean([np.mean(r.metrics[name]) for r in results])) for name in results[0].metrics},
-         **({'state_drift': max(drifts)} if drifts else {}), 'grad_norm': float(norm), 'skipped': skipped, 'cut_prompts': total_of(lambda data: data.cut),
+         **({'state_drift': max(drifts)} if drifts else {}), 'grad_norm': float(norm), 'skipped': skipped, 'epochs': epochs,
+         'cut_prompts': total_of(lambda data: data.cut),
          'informative': total_of(lambda data: rollouts.informative(data).sum()), **positions(train, batches),
          'sampled_crc': zlib.crc32(b''.join(data.groups.targets.tobytes() for data in pool)),
          'positions_sampled': total_of(lambda data: data.groups.prefix_length.sum() + data.groups.length.sum()),
@@ -142,7 +146,7 @@ def reinforce(run: Run, learner: Learner, optimizer, start: int, writer, manager
       before = learner
       try:
         learner, row = train_step(run, functions, learner, step)
-        if row['skipped'] and train.on_nonfinite == 'stop':
+        if row['skipped'] and train.on_nonfinite == 'stop' and not np.isfinite([row['loss'], row['grad_norm']]).all():
           raise UserError(f'the loss or gradient of update {step + 1} is not finite; the updates before it are saved: '
                           'go on past it with --on_nonfinite=skip, or start anew in another --workdir with a lower '
                           '--learning_rate.')

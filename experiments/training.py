@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from branchreplay import batch, checkpoint, config, gradients, hf, mesh, model, objectives, sample, tasks
 from branchreplay.config import ObjectiveConfig, ReplayConfig, TrainConfig, UserError
-from experiments import common, sources
+from experiments import common, guards, sources
 
 REPLAY = ReplayConfig(segment_len=512, branch_segment_len=8, prefix_capacity=0, branch_capacity=0,
                       replay_batch=8)
@@ -123,7 +123,8 @@ def make_optimizer(run: Run, learning_rate: float, ramp: int, decay_start: int =
 def training_optimizer(run: Run):
   """The optimizer of what follows the warm-up, as the flags say."""
   t = run.train
-  return make_optimizer(run, t.learning_rate, t.ramp_steps, t.decay_start, t.decay_steps)
+  optimizer = make_optimizer(run, t.learning_rate, t.ramp_steps, t.decay_start, t.decay_steps)
+  return guards.skip_spikes(optimizer, t.spike_factor) if t.spike_factor else optimizer
 
 
 def restore(run: Run, manager, learner: Learner) -> tuple[int | None, Learner]:
@@ -169,10 +170,10 @@ def on_mesh(run: Run, tree):
 
 
 def update_function(optimizer):
-  """Jitted (params, opt_state, gradient, loss, weight=1) -> params, opt_state, gradient norm, whether finite.
+  """Jitted (params, opt_state, gradient, loss, weight=1) -> params, opt_state, gradient norm, whether it was taken.
 
   weight: the gradient is scaled by it. Neither parameters nor moments are touched by
-  a gradient or a loss that is not finite.
+  a gradient or a loss that is not finite, nor by a spike where the optimizer guards against it.
   """
   def update(params, opt_state, grads, loss, weight=1.0):
     grads = jax.tree.map(lambda g: g * jnp.asarray(weight, g.dtype), grads)
@@ -182,7 +183,7 @@ def update_function(optimizer):
     updates, new_state = optimizer.update(safe, opt_state, params)
     new_params = optax.apply_updates(params, updates)
     keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-    return keep(new_params, params), keep(new_state, opt_state), norm, finite
+    return keep(new_params, params), keep(new_state, opt_state), norm, finite & ~guards.spiked(new_state)
   return jax.jit(update, donate_argnums=(0, 1))
 
 
