@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from branchreplay.config import UserError
-from branchreplay.tokenizer import Tokenizer
+from branchreplay.tokenizer import Tokenizer, is_text
 
 KINDS = {'answer': ('answer',), 'offline': ('responses', 'rewards'), 'pairs': ('chosen', 'rejected')}
 
@@ -90,8 +90,19 @@ def _parse(path, number: int, line: bytes) -> dict:
   return value
 
 
+def _texts(value):
+  """All strings in a JSON value."""
+  if isinstance(value, str):
+    yield value
+  elif isinstance(value, (dict, list)):
+    for item in (*value, *value.values()) if isinstance(value, dict) else value:
+      yield from _texts(item)
+
+
 def _check(value: dict, where: str, kind: str) -> None:
   """UserError unless the record has a prompt and what `kind` asks for."""
+  if not all(is_text(text) for text in _texts(value)):
+    raise UserError(f'{where}: a text holds half of a surrogate pair, which is no character; write it as UTF-8.')
   prompt = value.get('prompt')
   chat = isinstance(prompt, list) and prompt and all(
       isinstance(m, dict) and isinstance(m.get('role'), str) and isinstance(m.get('content'), str) for m in prompt)

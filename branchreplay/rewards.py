@@ -83,5 +83,10 @@ def evaluate(reward: Callable, prompt: str, response: str, answer: str, where: s
     raise UserError(f'{where}: the reward function raised {type(error).__name__} ({error}); correct it.')
   try:
     return float(value)
-  except (TypeError, ValueError):
-    raise UserError(f'{where}: the reward function returned {value!r}, no number; correct it.')
+  except (TypeError, ValueError, OverflowError):
+    raise UserError(f'{where}: the reward function returned {_short(value)}, no number of a sensible size; correct it.')
+
+
+def _short(value) -> str:
+  text = repr(value)
+  return text if len(text) < 60 else f'{text[:60]}...'

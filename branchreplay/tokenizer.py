@@ -19,6 +19,15 @@ class Tokenizer(NamedTuple):
   chat: Callable | None  # list of {role, content} -> str; None: no chat template
 
 
+def is_text(value: str) -> bool:
+  """Whether a string can be written as UTF-8; JSON may hold half of a surrogate pair, which cannot."""
+  try:
+    value.encode('utf-8')
+    return True
+  except UnicodeEncodeError:
+    return False
+
+
 def encode(text: str | bytes) -> np.ndarray:
   """The bytes of `text` as int32 tokens [length]."""
   data = text.encode('utf-8') if isinstance(text, str) else text
@@ -51,10 +60,8 @@ def load(folder, model_vocab: int) -> Tokenizer:
   file = folder / 'tokenizer.json'
   if not file.is_file():
     raise UserError(f'{folder} has no tokenizer.json; put it there or use --tokenizer=bytes.')
-  try:
-    held = tokenizers.Tokenizer.from_file(str(file))
-  except Exception as error:  # the library raises bare Exceptions
-    raise UserError(f'{file} is no tokenizer ({error}); copy it anew from where the checkpoint came from.')
+  broken = f'{file} is no tokenizer (%s); copy it anew from where the checkpoint came from.'
+  held = _guarded(lambda: tokenizers.Tokenizer.from_file(str(file)), broken)
   held.no_padding()
   held.no_truncation()
   size = max(held.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -63,10 +70,20 @@ def load(folder, model_vocab: int) -> Tokenizer:
                     'use the tokenizer of this checkpoint.')
   settings = {name: _json(folder / name) for name in ('tokenizer_config.json', 'generation_config.json')}
   return Tokenizer(
-      encode=lambda text: np.array(held.encode(text, add_special_tokens=False).ids, np.int32),
-      decode=lambda tokens: held.decode([int(t) for t in tokens], skip_special_tokens=True),
+      encode=lambda text: np.array(_guarded(lambda: held.encode(text, add_special_tokens=False).ids, broken), np.int32),
+      decode=lambda tokens: _guarded(lambda: held.decode([int(t) for t in tokens], skip_special_tokens=True), broken),
       vocab_size=size, stop_token=_stop_token(held, *settings.values()),
       chat=_chat_template(folder, settings['tokenizer_config.json']))
+
+
+def _guarded(call: Callable, sentence: str):
+  """What `call` returns; UserError where the library raises (bare Exceptions) or panics (a BaseException)."""
+  try:
+    return call()
+  except (KeyboardInterrupt, SystemExit):
+    raise
+  except BaseException as error:
+    raise UserError(sentence % ' '.join(str(error).split()))
 
 
 def _json(file: Path) -> dict:
@@ -74,7 +91,7 @@ def _json(file: Path) -> dict:
     return {}
   try:
     value = json.loads(file.read_text(encoding='utf-8'))
-  except (ValueError, OSError) as error:
+  except (ValueError, OSError, RecursionError) as error:
     raise UserError(f'{file} is no JSON ({error}); copy it anew.')
   if not isinstance(value, dict):
     raise UserError(f'{file} is no JSON object; copy it anew.')
@@ -84,7 +101,7 @@ def _json(file: Path) -> dict:
 def _text(value) -> str | None:
   """A special token as configs write it: a string, or an object that holds it."""
   value = value.get('content') if isinstance(value, dict) else value
-  return value if isinstance(value, str) else None
+  return value if isinstance(value, str) and is_text(value) else None
 
 
 def _stop_token(held, tokenizer_config: dict, generation_config: dict) -> int:
@@ -93,7 +110,7 @@ def _stop_token(held, tokenizer_config: dict, generation_config: dict) -> int:
   if found is None:
     found = generation_config.get('eos_token_id')
     found = found[0] if isinstance(found, list) and found else found
-  return found if isinstance(found, int) else -1
+  return found if isinstance(found, int) and not isinstance(found, bool) else -1
 
 
 def _chat_template(folder: Path, config: dict) -> Callable | None:
@@ -101,7 +118,7 @@ def _chat_template(folder: Path, config: dict) -> Callable | None:
   file = folder / 'chat_template.jinja'
   source = file.read_text(encoding='utf-8') if file.is_file() else config.get('chat_template')
   if isinstance(source, list):  # several, by name
-    source = next((t.get('template') for t in source if t.get('name') == 'default'), None)
+    source = next((t.get('template') for t in source if isinstance(t, dict) and t.get('name') == 'default'), None)
   if not isinstance(source, str):
     return None
   import jinja2

@@ -34,6 +34,7 @@ PARTS = {  # part: (minutes, the command after `bash launch.sh`)
     'drift': (4, ['drift']),
     'work': (1, ['work']),
     'block_diffusion': (6, ['block_diffusion']),
+    'kill_and_resume': (10, ['kill_and_resume']),
 }
 RESUMED = ('train', 'objectives', 'convergence')
 

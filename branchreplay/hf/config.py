@@ -25,6 +25,8 @@ FAMILIES = {  # by model_type
 }
 LAYER_TYPES = {'full_attention': 'full', 'sliding_attention': 'window', 'linear_attention': 'deltanet'}
 LLAMA3 = ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings')
+LARGEST = 10**8  # of a shape in config.json
+MOST_LAYERS = 10**4
 DELTA = {'delta_key_heads': 'linear_num_key_heads', 'delta_value_heads': 'linear_num_value_heads',
          'delta_key_dim': 'linear_key_head_dim', 'delta_value_dim': 'linear_value_head_dim',
          'conv_width': 'linear_conv_kernel_dim'}
@@ -36,7 +38,7 @@ def read_json(file: Path) -> dict:
     value = json.loads(file.read_text(encoding='utf-8'))
   except OSError as error:
     raise UserError(f'{file} cannot be read ({error.strerror}); name a checkpoint folder that holds it.')
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise UserError(f'{file} is no JSON ({error}); download it again.')
   if not isinstance(value, dict):
     raise UserError(f'{file} is no JSON object; download it again.')
@@ -61,7 +63,7 @@ def read_config(folder) -> ModelConfig:
   file = Path(folder) / 'config.json'
   config = text_config(read_json(file))
   kind = config.get('model_type')
-  if kind not in FAMILIES:
+  if not isinstance(kind, str) or kind not in FAMILIES:
     raise UserError(f'{file}: model_type {kind!r} is not supported; use one of {", ".join(FAMILIES)}.')
   _refuse_what_differs(file, config)
   width, heads = _whole(file, config, 'hidden_size'), _whole(file, config, 'num_attention_heads')
@@ -100,28 +102,35 @@ def _refuse_what_differs(file, config) -> None:
   for key, values in allowed.items():
     if config.get(key) is not None and config[key] not in values:
       only = f'only {" or ".join(json.dumps(v) for v in values)} is' if values else 'it is not'
-      value = json.dumps(config[key])
-      raise UserError(f'{file}: {key} is {value if len(value) < 40 else "set"}, but {only} supported; '
+      raise UserError(f'{file}: {key} is {_short(config[key])}, but {only} supported; '
                       'use a checkpoint without it.')
 
 
 def _number(file, config, key, default=None) -> float:
   value = default if config.get(key) is None else config[key]
-  if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-    raise UserError(f'{file}: {key} is {json.dumps(value)}; it must be a positive number.')
+  if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1e30:
+    raise UserError(f'{file}: {key} is {_short(value)}; it must be a positive number of a sensible size.')
   return float(value)
 
 
 def _whole(file, config, key, default=None) -> int:
   value = _number(file, config, key, default)
-  if value != int(value):
-    raise UserError(f'{file}: {key} is {value}; it must be a whole number.')
+  if value != int(value) or value > LARGEST:
+    raise UserError(f'{file}: {key} is {value}; it must be a whole number of at most {LARGEST:,}.')
   return int(value)
+
+
+def _short(value) -> str:
+  """A value as JSON, cut where it is long."""
+  text = json.dumps(value)
+  return text if len(text) < 40 else f'{text[:40]}...'
 
 
 def _layers(file, config) -> tuple[list[str], dict]:
   """The kind of each layer, and the window where one has it."""
   family, count = config['model_type'], _whole(file, config, 'num_hidden_layers')
+  if count > MOST_LAYERS:
+    raise UserError(f'{file}: num_hidden_layers is {count}; at most {MOST_LAYERS:,} are supported.')
   window = config.get('sliding_window', 4096 if family == 'mistral' else None)
   if family == 'mistral':
     types = ['full_attention' if window is None else 'sliding_attention'] * count
@@ -133,7 +142,7 @@ def _layers(file, config) -> tuple[list[str], dict]:
     every = _whole(file, config, 'full_attention_interval', 4)
     types = ['linear_attention' if (i + 1) % every else 'full_attention' for i in range(count)]
   else:
-    first = config.get('max_window_layers', 28) if config.get('use_sliding_window') else count
+    first = _whole(file, config, 'max_window_layers', 28) if config.get('use_sliding_window') else count
     types = ['full_attention' if i < first else 'sliding_attention' for i in range(count)]
   if not isinstance(types, list) or len(types) != count:
     raise UserError(f'{file}: layer_types does not list the {count} layers; correct either.')
