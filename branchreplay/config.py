@@ -279,7 +279,8 @@ def check_objective(objective: ObjectiveConfig) -> None:
   for name in ('gamma', 'lam'):
     _require(0 <= getattr(objective, name) <= 1,
              f'{name}={getattr(objective, name)}; it must be from 0 to 1.')
-  for name in ('kl_coef', 'entropy_coef', 'value_coef', 'preference_beta', 'target_margin'):
+  for name in ('clip_low', 'clip_high', 'kl_coef', 'entropy_coef', 'importance_cap', 'value_coef', 'value_clip',
+               'preference_beta', 'target_margin'):
     _require(math.isfinite(getattr(objective, name)),
              f'{name}={getattr(objective, name)}; it must be finite.')
   _require(objective.preference_beta > 0,
@@ -292,6 +293,9 @@ def check_objective(objective: ObjectiveConfig) -> None:
 
 def check_train(train: TrainConfig, data: int) -> None:
   """Raises UserError for counts or rates out of range."""
+  for field in dataclasses.fields(train):
+    value = getattr(train, field.name)
+    _require(not isinstance(value, float) or math.isfinite(value), f'{field.name}={value}; it must be finite.')
   for name in ('prompt_len', 'prompts', 'branches', 'inner_epochs', 'refresh_every', 'groups_at_once', 'max_new_tokens',
                'eval_every', 'eval_prompts', 'eval_samples', 'checkpoint_every', 'warmup_len', 'warmup_prompts'):
     _require(getattr(train, name) >= 1, f'{name}={getattr(train, name)}; it must be at least 1.')

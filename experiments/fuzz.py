@@ -3,7 +3,7 @@
     bash launch.sh fuzz --seconds=60
 
 Valid files (config.json, safetensors and their index, JSONL, tokenizer.json, batch.npz, a run's
-config.json, what a reward function returns) are broken at random: bytes flipped, cut or doubled,
+config.json, what a reward function returns, the flags of train) are broken at random: bytes flipped, cut or doubled,
 JSON values replaced. A case that raises anything but UserError is a fault of ours; its bytes are
 written to --out and the status is 1. Cases are a function of --seed and their number.
 """
@@ -16,13 +16,14 @@ import random
 import tempfile
 import time
 
+from absl import flags as absl_flags
 import numpy as np
 from safetensors.numpy import save_file
 
 from branchreplay import checkpoint, data, hf, model, rewards, tokenizer
-from branchreplay.config import ModelConfig, ReplayConfig, UserError
+from branchreplay.config import ModelConfig, ObjectiveConfig, ReplayConfig, TrainConfig, UserError
 from branchreplay.hf.reading import open_weights
-from experiments import common
+from experiments import common, training
 
 SHAPE = ModelConfig(vocab_size=300, width=8, mlp_width=8, repeats=2, heads=2, kv_heads=1, head_dim=4)
 STRANGE = (None, True, False, 0, -1, 1, 2, 3.5, 1e308, 10**400, math.nan, math.inf, '', 'x', '\ud800', [], [[]], {}, {'a': {}}, [None],
@@ -177,6 +178,9 @@ def case(folder: Path, number: int, seed: int) -> tuple[str, bytes, str]:
   if chance.random() < 0.05:
     value = chance.choice(STRANGE)
     return 'reward', repr(value).encode(), outcome(lambda: rewards.evaluate(lambda *_: value, 'p', 'r', 'a', 'here'))
+  if chance.random() < 0.15:
+    words = flag_words(chance)
+    return 'flags', ' '.join(words).encode(), outcome(lambda: read_flags(words))
   name = chance.choice(list(READERS))
   held = (folder / name).read_bytes()
   try:
@@ -184,6 +188,26 @@ def case(folder: Path, number: int, seed: int) -> tuple[str, bytes, str]:
     return name, new, outcome(lambda: READERS[name](folder))
   finally:
     (folder / name).write_bytes(held)
+
+
+def read_flags(words: list[str]) -> None:
+  """What `train` does with its command line before any work."""
+  flags = absl_flags.FlagValues()
+  absl_flags.DEFINE_enum('dtype', 'float32', ['float32', 'bfloat16', 'float64'], '', flag_values=flags)
+  training.define(flags)
+  try:
+    flags(['train', '--task=recall', *words])
+  except absl_flags.Error as error:
+    raise UserError(' '.join(str(error).split()))
+  training.make_run(flags)
+
+
+def flag_words(chance: random.Random) -> list[str]:
+  """One or two of train's flags with strange values."""
+  names = [f.name for c in (TrainConfig(), training.REPLAY, ObjectiveConfig(), training.Where()) for f in dataclasses.fields(c)
+           if f.name not in ('accumulate_dtype', 'block_len')]
+  values = ['', '0', '-1', '1', '3', '7', '2.5', 'nan', 'inf', '-inf', '1e308', '99999999999', '9' * 400, 'true', 'x', '../x', 'depth=-1', 'é']
+  return [f'--{chance.choice(names)}={chance.choice(values)}' for _ in range(chance.randint(1, 2))]
 
 
 def outcome(read) -> str:

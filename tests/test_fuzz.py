@@ -12,7 +12,7 @@ def test_a_fixed_budget(tmp_path):
   fuzz.make_files(tmp_path)
   found = [fuzz.case(tmp_path, number, seed=1) for number in range(1500)]
   assert {outcome for _, _, outcome in found} == {'result', 'refused'}, [f[::2] for f in found if f[2] not in ('result', 'refused')]
-  assert {name for name, _, _ in found} == {*fuzz.READERS, 'reward'}
+  assert {name for name, _, _ in found} == {*fuzz.READERS, 'reward', 'flags'}
 
 
 def test_cases_are_a_function_of_seed_and_number(tmp_path):
