@@ -139,6 +139,7 @@ class TrainConfig:
   tokenizer: str = 'auto'  # bytes, a folder with tokenizer.json, or auto: that of init where it has one
   data_file: str = ''  # JSONL with prompt and answer, instead of a task; see data.py
   eval_file: str = ''  # the same of held-out prompts; without it every tenth record is held out
+  offline: bool = False  # train on the responses and rewards of data_file; needs an eval_file with answers
   reward: str = 'exact_match'  # of data_file: exact_match | contains | regex | math_number | module:function
   long_prompts: str = 'refuse'  # refuse | truncate (on the left), prompts longer than prompt_len
   prompts: int = 8  # prompts (groups) of an update
@@ -303,6 +304,8 @@ def check_train(train: TrainConfig, data: int) -> None:
                'seed', 'samples', 'drift_bound', 'spike_factor', 'max_policy_kl', 'resample', 'overlong_buffer', 'warmup_updates',
                'warmup_long_updates', 'warmup_learning_rate'):
     _require(getattr(train, name) >= 0, f'{name}={getattr(train, name)}; it must not be negative.')
+  _require(not train.offline or (train.data_file and train.eval_file),
+           'offline training reads responses and rewards from --data_file and is evaluated on the answers of --eval_file; give both.')
   _require(train.refresh_every == 1 or not train.full_sequence,
            'full sequences have no state to keep; leave --refresh_every at 1 or --full_sequence out.')
   _require(train.samples == 0 or train.samples >= train.branches,

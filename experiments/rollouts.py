@@ -11,6 +11,7 @@ from branchreplay import batch, gradients, objectives, sample
 from branchreplay.advantages import (
     branch_advantages, gae, overlong_penalty, penalized_rewards, preference_order, token_rewards, whiten,
     widest_subset)
+from branchreplay.config import UserError
 from experiments import training
 from experiments.training import Learner, Run
 
@@ -28,6 +29,7 @@ class Batch(NamedTuple):
   rewards: np.ndarray  # [N, S] of all samples, the task's own
   shaped: np.ndarray  # [N, G] of the branches trained on, with what length and KL take off
   cut: int  # prompts that were cut on the left
+  tokens: int = 0  # sampled, of all N S responses
 
 
 def pair_up(groups, rewards):
@@ -81,19 +83,45 @@ def batch_function(run: Run, functions: Functions, kind: str, groups):
   return functions.compiled[key]
 
 
-def roll_out(run: Run, functions: Functions, learner: Learner, examples, key) -> Batch:
-  """Samples branches of each example's prompt and rewards them."""
-  train, objective, prompts = run.train, run.objective, [e.prompt for e in examples]
-  rollout, captured = functions.rollout(learner.params, training.stack_prompts(run.replay, prompts),
+class Responses(NamedTuple):
+  """Rewarded responses to N prompts, S each: rows of arrays of any lengths."""
+  tokens: list  # [N][S] of i32 [length]
+  logprobs: list | None  # [N][S] of the sampler's log-probs [length], nats; None: not known
+  rewards: np.ndarray  # [N, S]
+  captured: Any  # of the prompts' prefixes, or None
+
+
+def sampled(run: Run, functions: Functions, learner: Learner, examples, key) -> Responses:
+  """Responses decoded from the policy, rewarded by the source."""
+  rollout, captured = functions.rollout(learner.params, training.stack_prompts(run.replay, [e.prompt for e in examples]),
                                         jax.random.split(key, len(examples)), training.sampling_of(run))
-  rewards = training.rewards_of(run.source, examples, rollout)
-  kept = np.stack([widest_subset(r, train.branches) for r in rewards])  # [N, G]
-  tokens, length, logprobs, shaped = (np.asarray(x)[np.arange(len(kept))[:, None], kept] for x in (
-      rollout.tokens, rollout.length, rollout.logprobs, rewards))
-  rows = lambda x, i: [x[i, g, :length[i, g]] for g in range(train.branches)]
-  groups = batch.stack([batch.make_group(
-      run.model, run.replay, p, rows(tokens, i), sampler_logprobs=rows(logprobs, i), dtype=run.dtype)
-      for i, p in enumerate(prompts)])
+  length = np.asarray(rollout.length)
+  rows = lambda x: [[row[:n] for row, n in zip(*group)] for group in zip(np.asarray(x), length)]
+  return Responses(rows(rollout.tokens), rows(rollout.logprobs), training.rewards_of(run.source, examples, rollout), captured)
+
+
+def offline(run: Run, examples) -> Responses:
+  """The responses and rewards of the records; UserError for one with fewer than `branches`."""
+  for e in examples:
+    if len(e.answer[0]) < run.train.branches:
+      raise UserError(f'{e.where}: {len(e.answer[0])} responses, and --branches={run.train.branches} are trained on; '
+                      'lower it or add responses.')
+  most = max(len(e.answer[0]) for e in examples)
+  pad = lambda rewards: np.append(rewards, np.full(most - len(rewards), np.nan))  # never chosen before real ones
+  return Responses([e.answer[0] for e in examples], None, np.array([pad(e.answer[1]) for e in examples]), None)
+
+
+def roll_out(run: Run, functions: Functions, learner: Learner, examples, key) -> Batch:
+  """Groups of rewarded branches of the examples' prompts: sampled, or those of the records."""
+  train, objective = run.train, run.objective
+  found = offline(run, examples) if train.offline else sampled(run, functions, learner, examples, key)
+  kept = np.stack([widest_subset(r, train.branches) for r in found.rewards])  # [N, G]
+  pick = lambda rows: [[row[g] for g in chosen] for row, chosen in zip(rows, kept)]
+  tokens, shaped = pick(found.tokens), np.take_along_axis(found.rewards, kept, 1)
+  length = np.array([[len(t) for t in row] for row in tokens])
+  logprobs = [None] * len(examples) if found.logprobs is None else pick(found.logprobs)
+  groups = batch.stack([batch.make_group(run.model, run.replay, e.prompt, t, sampler_logprobs=l, dtype=run.dtype)
+                        for e, t, l in zip(examples, tokens, logprobs)])
   if learner.reference is not None:
     scores = batch_function(run, functions, 'score', groups)(learner.reference, groups)
     groups = groups.replace(ref_logprobs=np.asarray(scores.logprob))
@@ -109,8 +137,9 @@ def roll_out(run: Run, functions: Functions, learner: Learner, examples, key) ->
   elif train.objective == 'nll':  # rejection sampling: the better branches are imitated
     groups = groups.replace(mask=groups.mask * (groups.advantages > 0)[..., None])
   if train.objective in objectives.BATCH_MEANS:  # what to divide by is known when the batch is whole
-    groups = groups.replace(denominator=np.ones(len(prompts), run.dtype))
-  return Batch(groups, captured, rewards, shaped, sum(getattr(e, 'cut', False) for e in examples))
+    groups = groups.replace(denominator=np.ones(len(examples), run.dtype))
+  return Batch(groups, found.captured, found.rewards, shaped, sum(getattr(e, 'cut', False) for e in examples),
+               0 if train.offline else sum(len(t) for row in found.tokens for t in row))
 
 
 def with_critic(run: Run, functions: Functions, params, batches: list[Batch]) -> list[Batch]:
@@ -133,11 +162,11 @@ def with_critic(run: Run, functions: Functions, params, batches: list[Batch]) ->
 
 def choose(pool: list[Batch], size: int, most: int) -> list[Batch]:
   """Batches of `size` groups with the informative ones of `pool`, at most `most`, filled up with others."""
-  all_ = jax.tree.map(lambda *x: np.concatenate(x), *(data._replace(cut=np.zeros(0)) for data in pool))
+  all_ = jax.tree.map(lambda *x: np.concatenate(x), *(data._replace(cut=np.zeros(0), tokens=np.zeros(0)) for data in pool))
   good = informative(all_)
   count = min(max(1, -(-int(good.sum()) // size)) * size, most)
   order = np.argsort(~good, kind='stable')[:count]
-  return [jax.tree.map(lambda x: x[order[i:i + size]], all_._replace(cut=None)) for i in range(0, count, size)]
+  return [jax.tree.map(lambda x: x[order[i:i + size]], all_._replace(cut=None, tokens=None)) for i in range(0, count, size)]
 
 
 def capture_and_score(run: Run, functions: Functions):

@@ -10,7 +10,7 @@ from branchreplay.config import TrainConfig, UserError
 
 class Example(NamedTuple):
   prompt: np.ndarray  # i32 [P]
-  answer: Any  # text, or the two responses of a pair
+  answer: Any  # text, the two responses of a pair, or (responses, rewards)
   text: str = ''  # of the prompt, for the reward
   where: str = ''  # file and line
   cut: bool = False  # whether the prompt was cut on the left
@@ -45,22 +45,26 @@ def pick_tokenizer(train: TrainConfig, vocab_size: int) -> tokenizer.Tokenizer:
 def of_file(train: TrainConfig, tokens: tokenizer.Tokenizer, kind: str = 'answer') -> Source:
   """Prompts of --data_file, in an order shuffled by the seed; held-out ones in the file's order.
 
-  kind: answer, or pairs, whose examples' answers are the tokens of chosen and rejected.
+  kind: answer; pairs, whose examples' answers are the tokens of chosen and rejected; or offline,
+  where those of the training split are the tokens of the responses and their rewards.
   """
   if train.long_prompts not in ('refuse', 'truncate'):
     raise UserError(f'unknown long_prompts {train.long_prompts!r}; use refuse or truncate.')
   reward = rewards.load(train.reward)
   held = data.open_jsonl(train.data_file, kind)
   splits = dict(zip(('train', 'test'), data.hold_out(held))) if not train.eval_file else {
-      'train': held, 'test': data.open_jsonl(train.eval_file, kind)}
+      'train': held, 'test': data.open_jsonl(train.eval_file, 'answer' if kind == 'offline' else kind)}
   stop = [tokens.stop_token] if tokens.stop_token >= 0 else []
 
   def example(split, index):
     found = data.record(splits[split], index, train.seed if split == 'train' else None)
     prompt, cut = data.encode_prompt(tokens, found, train.prompt_len, train.long_prompts)
     text = found['prompt'] if isinstance(found['prompt'], str) else tokens.chat(found['prompt'])
+    response = lambda text: np.append(tokens.encode(text), stop).astype(np.int32)
     if kind == 'pairs':
-      answer = [np.append(tokens.encode(found[name]), stop).astype(np.int32) for name in ('chosen', 'rejected')]
+      answer = [response(found[name]) for name in ('chosen', 'rejected')]
+    elif kind == 'offline' and split == 'train':
+      answer = [response(text) for text in found['responses']], np.array(found['rewards'], float)
     else:
       answer = found['answer']
     return Example(prompt, answer, text, found['where'], cut)

@@ -121,7 +121,7 @@ def train_step(run: Run, functions: rollouts.Functions, learner: Learner, step: 
          'cut_prompts': total_of(lambda data: data.cut),
          'informative': total_of(lambda data: rollouts.informative(data).sum()), **positions(train, batches),
          'sampled_crc': zlib.crc32(b''.join(data.groups.targets.tobytes() for data in pool)),
-         'positions_sampled': total_of(lambda data: data.groups.prefix_length.sum() + data.groups.length.sum()),
+         'positions_sampled': total_of(lambda data: data.groups.prefix_length.sum() + data.tokens),
          'seconds': time.monotonic() - started}
   return learner._replace(params=params, opt_state=opt_state, key=next_key,
                           cursor=learner.cursor + total_of(lambda data: len(data.rewards))), row

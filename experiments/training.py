@@ -97,7 +97,8 @@ def make_run(flags, kind: str = 'answer') -> Run:
                     f'{replay.branch_capacity}; raise --branch_capacity or leave it at 0 to fit.')
   specs = mesh.parameter_specs(model.shapes(shape), mesh_.shape[mesh.SEQ], replay.shard_params)
   if train.data_file:
-    source = sources.of_file(train, sources.pick_tokenizer(train, shape.vocab_size), kind)
+    source = sources.of_file(train, sources.pick_tokenizer(train, shape.vocab_size),
+                             'offline' if train.offline else kind)
   else:
     source = sources.of_task(train, train.prompt_len)
   return Run(where, shape, train, replay, objective, mesh_, jnp.dtype(flags.dtype), mesh.shardings(mesh_, specs), source)

@@ -96,3 +96,18 @@ def test_preference_pairs(files, capsys):
     with pytest.raises(SystemExit) as stop:
       common.run(train_dpo.define, train_dpo.main, ['train_dpo', *flags, '--steps=10', *wrong])
     assert stop.value.code == 2 and sentence in capsys.readouterr().err
+
+
+def test_ready_made_responses_and_rewards(files, capsys):
+  """Offline groups: of three responses the two whose rewards differ most are trained on, and nothing is sampled."""
+  records = [{'prompt': f'the fact is {i}', 'responses': ['yes', 'maybe', 'no'], 'rewards': [1, 0.5, 0]} for i in range(8)]
+  with open('offline.jsonl', 'w') as file:
+    file.write(''.join(json.dumps(r) + '\n' for r in records))
+  flags = [f for f in files if 'data_file' not in f] + ['--data_file=offline.jsonl', '--offline', '--eval_file=prompts.jsonl',
+                                                         '--workdir=offline', '--steps=6']
+  run(*flags, '--branches=2')
+  rows = [r for r in map(json.loads, open('offline/metrics.jsonl')) if r['stage'] == 'rl']
+  assert all(r['reward'] == 0.5 and r['informative'] == 2 for r in rows) and rows[-1]['positions'] > rows[-1]['positions_sampled']
+  with pytest.raises(SystemExit):
+    run(*flags, '--branches=4', '--workdir=other')
+  assert re.search(r'offline.jsonl, line \d: 3 responses, and --branches=4', capsys.readouterr().err)
