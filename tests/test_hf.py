@@ -221,7 +221,8 @@ def test_gradients_keep_their_dtype(tmp_path):
 
 
 MEASURE = '''
-import resource, sys
+import sys
+from pathlib import Path
 import jax
 jax.config.update('jax_platforms', 'cpu')
 jax.config.update('jax_num_cpu_devices', 8)
@@ -229,7 +230,8 @@ from branchreplay import hf, mesh
 from branchreplay.config import ReplayConfig
 devices, model = mesh.make_mesh(1, 8), hf.read_config(sys.argv[1])
 jax.block_until_ready(jax.numpy.zeros(8))
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def peak():  # of this program alone: getrusage's begins with what the process that started it held
+  return 1024 * next(int(line.split()[1]) for line in Path('/proc/self/status').read_text().splitlines() if line.startswith('VmHWM'))
 before = peak()
 params = hf.load(sys.argv[1], model, devices, ReplayConfig(shard_params=True), sys.argv[2])
 jax.block_until_ready(params)
@@ -237,6 +239,7 @@ print(peak() - before, sum(x.nbytes for x in jax.tree.leaves(params)))
 '''
 
 
+@pytest.mark.skipif(not Path('/proc/self/status').exists(), reason='reads the peak memory from /proc')
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_peak_memory_is_the_result_and_the_largest_tensor(dtype, tmp_path):
   model = ModelConfig(vocab_size=16384, width=512, mlp_width=2048, repeats=20, heads=8, kv_heads=8,
@@ -250,4 +253,4 @@ def test_peak_memory_is_the_result_and_the_largest_tensor(dtype, tmp_path):
                         text=True)
   assert done.returncode == 0, done.stderr
   peak, size = map(int, done.stdout.split())
-  assert peak < 1.3 * size + 16384 * 512 * 4
+  assert 0.8 * size < peak < 1.3 * size + 16384 * 512 * 4
