@@ -4,6 +4,7 @@ transformers computes norms, RoPE and the delta rule in float32 whatever the mod
 dtype, so agreement ends at about 1e-5; tests/test_hf_parity.py compares with its
 float64 values, kept in tests/cases.
 """
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -99,7 +100,7 @@ def test_an_export_gives_the_same_logits(case, shard_bytes, tmp_path):
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16', 'float32'])
 def test_a_model_begun_here(dtype, tmp_path):
   """config.json made from a preset alone, in each dtype."""
-  model = preset('tiny-hybrid')
+  model = dataclasses.replace(preset('tiny-hybrid'), qk_norm=True)  # as Qwen3.5 has it
   hf.save(tmp_path, layers.init(model, jax.random.key(0), jnp.dtype(dtype)), model)
   config = transformers.AutoConfig.from_pretrained(tmp_path)
   assert config.dtype == getattr(torch, dtype)
