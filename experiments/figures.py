@@ -183,6 +183,8 @@ def draw_drift(figure, table):
                 label=f'{key[0]:,} positions, rate {key[1]:g}')
     axes.plot(LONGSTRAW['updates'], LONGSTRAW[name], 'k^--', label='LongStraw, 1M positions (as published)')
     axes.set(xlabel='updates since the capture', ylabel=label, xscale='log', yscale='log')
+    axes.set_xticks(LONGSTRAW['updates'], LONGSTRAW['updates'])
+    axes.minorticks_off()
   figure.axes[0].legend(fontsize=8)
 
 
