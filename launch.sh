@@ -60,7 +60,7 @@ fi
 export PYTHONPATH=$root PYTHONSAFEPATH=1 TF_CPP_MIN_LOG_LEVEL=${TF_CPP_MIN_LOG_LEVEL:-2}
 if [[ $name == test ]]; then
   cd "$root"
-  # Two processes; a file's tests share what they compile.
-  exec "$venv/bin/python" -m pytest --rootdir="$root" -o testpaths=tests -n 2 --dist loadfile -m 'not slow' "$@"
+  # Two processes; a file's tests share what they compile, and tests/conftest.py puts long files first.
+  exec "$venv/bin/python" -m pytest --rootdir="$root" -o testpaths=tests -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow' "$@"
 fi
 exec "$venv/bin/python" -m "experiments.$name" "$@"

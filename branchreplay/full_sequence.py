@@ -50,7 +50,7 @@ def plain_attention(q, k, v, window=None, sight=None):
   return jnp.moveaxis(o, 0, 1).reshape(length, kv_heads * group, dim)
 
 
-def _attention_layer(model, kind, block, h, tables, sight):
+def _attention_layer(model, kind, block, h, tables, sight=None):
   q, k, v, gate = layers.attention_in(model, block, h, tables)
   o = plain_attention(q, k, v, model.window if kind == 'window' else None, sight)
   return layers.attention_out(model, block, h, o, gate)

@@ -30,6 +30,14 @@ def pytest_configure(config):
   jax.config.update('jax_compilation_cache_dir', os.environ['BRANCHREPLAY_TEST_CACHE'])
 
 
+LONG = ('test_gradients', 'test_hf_parity', 'test_objective_gradients', 'test_studies', 'test_train', 'test_edge_cases',
+        'test_scripts', 'test_user_data')  # minutes each; begun first, so that no process is left with one at the end
+
+
+def pytest_collection_modifyitems(items):
+  items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
+
 def pytest_unconfigure(config):
   if not hasattr(config, 'workerinput'):
     shutil.rmtree(os.environ['BRANCHREPLAY_TEST_CACHE'], ignore_errors=True)

@@ -67,7 +67,7 @@ def test_experiments_run_in_the_callers_folder(repo, tmp_path, argv, ran):
 
 def test_tests_run_in_the_repository(repo, tmp_path):
   _, out, _ = launch(repo, 'test', '-x', 'tests/test_a.py', cwd=tmp_path)
-  assert out == [f'ran -m pytest --rootdir={repo} -o testpaths=tests -n 2 --dist loadfile -x tests/test_a.py',
+  assert out == [f'ran -m pytest --rootdir={repo} -o testpaths=tests -n 2 --dist loadfile --no-loadscope-reorder -m not slow -x tests/test_a.py',
                  f'in {repo} path {repo}']
 
 

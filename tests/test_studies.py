@@ -41,9 +41,9 @@ def test_exact_lies_on_full_sequence(capsys, tmp_path):
 
 def test_fidelity_and_drift(capsys, tmp_path):
   out = tmp_path / 'fidelity.jsonl'
-  rows = rows_of(fidelity, capsys, *TINY, f'--out={out}', '--stages=random', '--lengths=64', '--modes=detached,depth=9',
+  rows = rows_of(fidelity, capsys, *TINY, f'--out={out}', '--stages=random', '--lengths=64', '--modes=detached',
                  '--documents=2', '--steps=1')
-  assert rows[0]['rel_l2'] > 0.01 and rows[1]['rel_l2'] == 0 and rows[1]['cosine'] == pytest.approx(1)
+  assert rows[0]['rel_l2'] > 0.01 and 0 < rows[0]['cosine'] < 1
   kinds = read(out)[0]['by_kind']
   assert kinds['head']['rel_l2'] == 0 and kinds['embed']['rel_l2'] > 0  # the output head sees responses only
   closing, = rows_of(drift, capsys, *TINY, f'--out={tmp_path / "drift.jsonl"}', '--anchors=1', '--updates=1,2',
