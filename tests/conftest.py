@@ -6,7 +6,8 @@ import tempfile
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 # Many small programs run once: what they cost is their compilation.
-os.environ.setdefault('XLA_FLAGS', '--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0')
+os.environ.setdefault('XLA_FLAGS', '--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0 '
+                      '--xla_cpu_parallel_codegen_split_count=1')
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402

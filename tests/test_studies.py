@@ -46,7 +46,7 @@ def test_fidelity_and_drift(capsys, tmp_path):
   assert rows[0]['rel_l2'] > 0.01 and 0 < rows[0]['cosine'] < 1
   kinds = read(out)[0]['by_kind']
   assert kinds['head']['rel_l2'] == 0 and kinds['embed']['rel_l2'] > 0  # the output head sees responses only
-  closing, = rows_of(drift, capsys, *TINY, f'--out={tmp_path / "drift.jsonl"}', '--anchors=1', '--updates=1,2',
+  closing, = rows_of(drift, capsys, *TINY, f'--out={tmp_path / "drift.jsonl"}', '--anchors=1', '--updates=1,2', '--resample=4',
                      '--learning_rate=0.1', '--ramp_steps=0')
   assert all(v > 0 for v in closing['logprob'].values()) and len(read(tmp_path / 'drift.jsonl')) == 2
 
