@@ -89,7 +89,7 @@ def test_equal_full_sequences(params, reference, named, separable, devices, firs
     assert (np.abs(np.asarray(got.grads.value)).max() > 0) == (name == 'ppo')
 
 
-@pytest.mark.parametrize('case', ['dense_small', 'hybrid_small'])
+@pytest.mark.parametrize('case', ['dense_small', pytest.param('hybrid_small', marks=pytest.mark.slow)])
 def test_equal_trl_from_the_case_folder(case):
   shape = hf.read_config(CASES / case / 'model')
   sizes = hf.batch_sizes(CASES / case)
