@@ -77,7 +77,7 @@ def learn(run, task, write) -> None:
 
 def main(flags):
   settings = common.from_flags(flags, Study())
-  for seed in study.whole_numbers('seeds', settings.seeds):
+  for seed in common.whole_numbers('seeds', settings.seeds):
     for arm in settings.arms:
       run = study.configure(flags, seed=seed, mode=arm)
       replay = dataclasses.replace(run.replay, block_len=BLOCK, branch_segment_len=tasks.FACTS * BLOCK)

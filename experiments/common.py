@@ -123,6 +123,28 @@ def _leave(status: int, sentence: str) -> typing.NoReturn:
   raise SystemExit(status) from None
 
 
+def whole_numbers(name: str, values, least: int = 0) -> list[int]:
+  """The values of the list flag `name`; UserError unless whole numbers of at least `least`, one or more."""
+  if not values or not all(v.isdecimal() and int(v) >= least for v in values):
+    raise UserError(f'--{name}={",".join(values)}: give whole numbers of at least {least}, with commas between.')
+  return [int(v) for v in values]
+
+
+def check_known(what: str, given, known) -> None:
+  """UserError that lists the `known` names of a `what` where one of `given` is none of them."""
+  if unknown := set(given) - set(known):
+    raise UserError(f'unknown {what} {min(unknown)!r}; there are {", ".join(known)}.')
+
+
+def make_folder(path: str) -> Path:
+  """The folder --out names, made where it is not there; UserError where it cannot be."""
+  try:
+    Path(path).mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise UserError(f'cannot write to {path!r} ({error.strerror}); choose another --out.')
+  return Path(path)
+
+
 class Stopped(Exception):
   """The run was asked to stop and did; its text is one sentence on how to go on."""
 

@@ -53,7 +53,7 @@ def agreement(rows: list[dict], task: str) -> dict[int, int]:
 def main(flags):
   settings, task = common.from_flags(flags, Study()), flags.task
   rows = study.curves(flags, {arm: flags_of(arm) for arm in settings.arms}, 'arm',
-                      study.whole_numbers('seeds', settings.seeds), study.whole_numbers('times', settings.times))
+                      common.whole_numbers('seeds', settings.seeds), common.whole_numbers('times', settings.times, 1))
   rows = [r for r in rows if r['task'] == task]
   figure = plots.curves(Path(flags.out).with_name(f'{Path(flags.out).stem}_{task}.png'), rows, 'arm')
   common.log(f'Figure: {figure}')

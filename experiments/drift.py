@@ -32,17 +32,16 @@ def define(flags):
 
 def anchor_groups(run, functions, learner, key):
   """Groups of branches sampled on held-out prompts under the learner's parameters."""
-  held_out = run._replace(source=run.source._replace(example=lambda _, i: run.source.example('test', i)))
   size = run.mesh.shape['data']
-  examples = [held_out.source.example('test', i) for i in range(run.train.prompts)]
+  examples = [run.source.example('test', i) for i in range(run.train.prompts)]
   parts = [examples[i:i + size] for i in range(0, len(examples), size)]
   keys = jax.random.split(key, len(parts))
-  return [rollouts.roll_out(held_out, functions, learner, part, k).groups for part, k in zip(parts, keys)]
+  return [rollouts.roll_out(run, functions, learner, part, k).groups for part, k in zip(parts, keys)]
 
 
 def main(flags):
   settings = common.from_flags(flags, Study())
-  ages = study.whole_numbers('updates', settings.updates)
+  ages = common.whole_numbers('updates', settings.updates, 1)
   run = training.make_run(flags)
   optimizer = training.training_optimizer(run)
   params = study.warm_start(run, run.replay.prefix_capacity)

@@ -33,9 +33,8 @@ def define(flags):
     flags.set_default(name, value)
 
 
-def group_of(run, replay, length: int, index: int):
+def group_of(run, replay, task: tasks.Task, index: int):
   """The group of one document: the right answer and other digits, and their advantages."""
-  task = tasks.make_task(run.train.task, length)
   found = tasks.example(task, 'test', index, run.train.seed)
   right = int(found.answer[0])
   digits = [right] + [ord('0') + (right - ord('0') + i) % 10 for i in range(1, run.train.branches)]
@@ -96,20 +95,21 @@ def stages(run, names):
 
 def main(flags):
   settings = common.from_flags(flags, Study())
-  lengths = study.whole_numbers('lengths', settings.lengths)
+  lengths = common.whole_numbers('lengths', settings.lengths, 1)
   for mode in settings.modes:
     config.check_mode(mode)
-  if unknown := set(settings.stages) - {'random', 'warm', 'trained'}:
-    raise config.UserError(f'unknown stage {min(unknown)!r}; the stages are random, warm, trained.')
+  common.check_known('stage', settings.stages, ('random', 'warm', 'trained'))
   run = training.make_run(flags)
   objective = objectives.make_objective('grpo', run.objective)
   replay = dataclasses.replace(run.replay, prefix_capacity=max(lengths))
   functions, source = {}, common.provenance() | {'task': run.train.task, 'seed': run.train.seed,
                                                  'model': run.where.model, 'segment_len': replay.segment_len,
                                                  'documents': settings.documents}
+  corpora = tasks.make_task(run.train.task, max(lengths)).corpora
   for stage, params in stages(run, settings.stages):
     for length in lengths:
-      groups = batch.stack([group_of(run, replay, length, i) for i in range(settings.documents)])
+      task = tasks.make_task(run.train.task, length, corpora)
+      groups = batch.stack([group_of(run, replay, task, i) for i in range(settings.documents)])
       for mode in ('exact', *settings.modes):
         if mode not in functions:
           functions[mode] = gradients.gradient_function(

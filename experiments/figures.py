@@ -13,7 +13,6 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 import numpy as np
 
-from branchreplay.config import UserError
 from experiments import common, plots
 
 LONGSTRAW = {'updates': (1, 2, 4, 8), 'loss': (0.0012, 0.0004, 0.228, 0.093), 'logprob': (0.014, 0.025, 3.1, 3.8)}  # at 1M positions
@@ -239,13 +238,8 @@ def write_csv(path: Path, table: list[dict]) -> None:
 
 def main(flags):
   settings, made = common.from_flags(flags, Settings()), []
-  if unknown := set(settings.only) - set(FIGURES):
-    raise UserError(f'unknown figure {min(unknown)!r}; the figures are {", ".join(FIGURES)}.')
-  out = Path(settings.out)
-  try:
-    out.mkdir(parents=True, exist_ok=True)
-  except OSError as error:
-    raise UserError(f'cannot write to {settings.out!r} ({error.strerror}); choose another --out.')
+  common.check_known('figure', settings.only, FIGURES)
+  out = common.make_folder(settings.out)
   for name in settings.only or FIGURES:
     file, tabulate, draw, size = FIGURES[name]
     path = Path(settings.rows) / f'{file}.jsonl'

@@ -53,13 +53,6 @@ def compare(got, want) -> dict:
   return {'rel_l2': norm(a - b) / norm(b), 'cosine': a @ b / (norm(a) * norm(b)), 'max_abs': np.abs(a - b).max()}
 
 
-def counts(devices) -> list[int]:
-  """The numbers of devices of --devices."""
-  if not devices or not all(d.isdecimal() and int(d) for d in devices):
-    raise UserError(f'--devices={",".join(devices)}: give whole numbers of devices, as in --devices=1,2,8.')
-  return [int(d) for d in devices]
-
-
 def objective_of():
   """The loss of the cases: clip 0.2, k3 KL of weight 0.04, mean over the group's tokens."""
   return objectives.make_objective('grpo', ObjectiveConfig(kl_coef=0.04))
@@ -121,7 +114,7 @@ def main(flags):
   jax.config.update('jax_enable_x64', True)  # for the float64 truth
   if settings.case:
     settings = dataclasses.replace(settings, **hf.batch_sizes(settings.case))
-  problem, devices = problem_of(settings, dtype), counts(settings.devices)
+  problem, devices = problem_of(settings, dtype), common.whole_numbers('devices', settings.devices, 1)
   config.check_model(problem[0])
   reference = run(settings, problem, max(devices), dtype, full_sequence=True)
   truth = reference if dtype == 'float64' else run(settings, problem, max(devices), 'float64', full_sequence=True)

@@ -13,7 +13,6 @@ import numpy as np
 from branchreplay import config, gradients, mesh, model, objectives, prefix, state
 from branchreplay.config import ObjectiveConfig, ReplayConfig
 from experiments import common, problems
-from experiments.gradient_parity import counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +76,8 @@ def measure(settings: Memory, prefix_len: int, branches: int, dtype: str) -> dic
 def main(flags):
   settings = common.from_flags(flags, Memory())
   config.check_mode(settings.mode)
-  for prefix_len in counts(settings.prefix_len):
-    for branches in counts(settings.branches):
+  for prefix_len in common.whole_numbers('prefix_len', settings.prefix_len, 1):
+    for branches in common.whole_numbers('branches', settings.branches, 1):
       row = common.provenance() | measure(settings, prefix_len, branches, flags.dtype)
       if settings.out:
         common.append_row(settings.out, row)

@@ -29,7 +29,7 @@ def define(flags):
 def main(flags):
   settings = common.from_flags(flags, Study())
   arms = {name: {'objective': name} for name in settings.objectives}
-  rows = study.curves(flags, arms, 'objective', study.whole_numbers('seeds', settings.seeds))
+  rows = study.curves(flags, arms, 'objective', common.whole_numbers('seeds', settings.seeds))
   figure = plots.curves(Path(flags.out).with_suffix('.png'), rows, 'objective')
   common.log(f'Figure: {figure}')
   common.emit(common.provenance() | study.closing(rows, 'objective'))

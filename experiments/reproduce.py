@@ -81,13 +81,8 @@ def run_part(part: str, folder: Path) -> None:
 
 def main(flags):
   settings = common.from_flags(flags, Settings())
-  if unknown := set(settings.parts) - set(PARTS):
-    raise UserError(f'unknown part {min(unknown)!r}; the parts are {", ".join(PARTS)}.')
-  folder = Path(settings.out)
-  try:
-    folder.mkdir(parents=True, exist_ok=True)
-  except OSError as error:
-    raise UserError(f'cannot write to {settings.out!r} ({error.strerror}); choose another --out.')
+  common.check_known('part', settings.parts, PARTS)
+  folder = common.make_folder(settings.out)
   parts = settings.parts or tuple(PARTS)
   for part in parts:
     if (folder / f'{part}.done').is_file():

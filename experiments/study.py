@@ -1,8 +1,8 @@
 """Learning curves of several settings (arms) from one warm start, over seeds: what objectives.py and convergence.py share.
 
 A seed's warm-up is done once and every arm starts from its parameters, with the same prompts in
-the same order and the same random keys. Rows are appended to --out as they come; a run stopped
-and started again does over what was not finished and skips the rest. Kinds of row:
+the same order and the same random keys. An arm's rows are appended to --out when it ends; a
+run stopped and started again does over what was not finished and skips the rest. Kinds of row:
 
     curve    at an evaluation: held-out reward, mean sampled reward since the last one
     quality  after the last update: held-out reward at several times the trained length, by where
@@ -29,13 +29,6 @@ def configure(flags, **values):
   for name, value in values.items():
     flags[name].value = value
   return training.make_run(flags)
-
-
-def whole_numbers(name: str, values) -> list[int]:
-  """The values of the list flag `name`; UserError unless whole numbers."""
-  if not all(v.isdecimal() for v in values):
-    raise UserError(f'--{name}={",".join(values)}: give whole numbers with commas between.')
-  return [int(v) for v in values]
 
 
 def warm_start(run, capacity: int, rollout=None):

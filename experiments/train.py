@@ -108,6 +108,7 @@ def train_step(run: Run, functions: rollouts.Functions, learner: Learner, step: 
       for data in batches:
         result, total = add_gradient(run, functions, params, data, total)
         results.append(result)
+    passes = epoch + 1
     if epoch and train.max_policy_kl and guards.moved([data.groups for data in batches], results) > train.max_policy_kl:
       break
     epochs += 1
@@ -119,7 +120,7 @@ def train_step(run: Run, functions: rollouts.Functions, learner: Learner, step: 
          **{name: float(np.mean([np.mean(r.metrics[name]) for r in results])) for name in results[0].metrics},
          **({'state_drift': max(drifts)} if drifts else {}), 'grad_norm': float(norm), 'skipped': skipped, 'epochs': epochs,
          'cut_prompts': total_of(lambda data: data.cut),
-         'informative': total_of(lambda data: rollouts.informative(data).sum()), **positions(train, batches),
+         'informative': total_of(lambda data: rollouts.informative(data).sum()), **positions(train, batches, passes),
          'sampled_crc': zlib.crc32(b''.join(data.groups.targets.tobytes() for data in pool)),
          'positions_sampled': total_of(lambda data: data.groups.prefix_length.sum() + data.tokens),
          'seconds': time.monotonic() - started}
@@ -127,14 +128,14 @@ def train_step(run: Run, functions: rollouts.Functions, learner: Learner, step: 
                           cursor=learner.cursor + total_of(lambda data: len(data.rewards))), row
 
 
-def positions(train, batches: list[rollouts.Batch]) -> dict:
-  """Positions that went through forward and backward, and those of full sequences.
+def positions(train, batches: list[rollouts.Batch], passes: int) -> dict:
+  """Positions that went through forward and backward, `passes` times, and those of full sequences.
 
   Rollouts go forward besides, also those of groups that dynamic sampling leaves out
   (`positions_sampled`).
   """
-  tokens = int(sum(data.groups.length.sum() for data in batches)) * train.inner_epochs
-  prefix = int(sum(data.groups.prefix_length.sum() for data in batches)) * train.inner_epochs
+  tokens = int(sum(data.groups.length.sum() for data in batches)) * passes
+  prefix = int(sum(data.groups.prefix_length.sum() for data in batches)) * passes
   return {'positions': prefix + tokens, 'positions_full_sequences': prefix * train.branches + tokens}
 
 
@@ -159,10 +160,10 @@ def reinforce(run: Run, learner: Learner, optimizer, start: int, writer, manager
       last = step + 1 == train.steps
       if last or (step + 1) % train.eval_every == 0:
         writer.write({'stage': 'eval', 'step': step + 1, 'reward': evaluate(learner.params, train.prompt_len)})
-      if last or stop.asked or (step + 1) % train.checkpoint_every == 0:
-        training.save(manager, step + 1, learner)
       if stop.asked and not last:
-        raise common.Stopped(f'stopped after update {step + 1}, which is saved; the same command goes on from there.')
+        training.save_and_stop(manager, step + 1, learner)
+      if last or (step + 1) % train.checkpoint_every == 0:
+        training.save(manager, step + 1, learner)
   return learner
 
 

@@ -102,10 +102,10 @@ def main(flags):
           last = step + 1 == train.steps
           if last or (step + 1) % train.eval_every == 0:
             writer.write({'stage': 'eval', 'step': step + 1} | evaluate(run, *functions[1:], learner))
-          if last or stop.asked or (step + 1) % train.checkpoint_every == 0:
-            training.save(manager, step + 1, learner)
           if stop.asked and not last:
-            raise common.Stopped(f'stopped after update {step + 1}, which is saved; the same command goes on from there.')
+            training.save_and_stop(manager, step + 1, learner)
+          if last or (step + 1) % train.checkpoint_every == 0:
+            training.save(manager, step + 1, learner)
       held_out = evaluate(run, *functions[1:], learner)
   common.log(f'{train.objective} on {train.data_file}: {train.steps} updates of {train.prompts} pairs; of held-out '
              f'pairs {held_out["accuracy"]:.1%} have the larger margin on the chosen response.')

@@ -87,6 +87,10 @@ def make_run(flags, kind: str = 'answer') -> Run:
   if train.objective in objectives.PREFERENCES and train.branches < 2:
     raise UserError(f'{train.objective} compares branches; raise --branches from {train.branches} to 2 or more.')
   config.check_train(train, where.data)
+  if train.offline and kind == 'pairs':
+    raise UserError('preference pairs are ready-made already; leave --offline out.')
+  if train.offline and objective.kl_coef and objective.kl_in == 'reward':
+    raise UserError('ready-made responses come without a sampler\'s log-probs, which --kl_in=reward reads; use --kl_in=loss.')
   mesh_ = mesh.make_mesh(where.data, where.seq)
   config.check_replay(replay, mesh_.shape[mesh.SEQ], train.branches)
   if train.prompt_len > replay.prefix_capacity + 1:
@@ -138,12 +142,21 @@ def restore(run: Run, manager, learner: Learner) -> tuple[int | None, Learner]:
   return found[0], Learner(**found[1])
 
 
-def save(manager, step: int, learner: Learner) -> None:
-  """Saves the learner; a disk that refuses is said, and the run goes on with the checkpoints it has."""
+def save(manager, step: int, learner: Learner) -> bool:
+  """Saves the learner; False, and a sentence, where the disk refuses: earlier checkpoints are kept."""
   try:
     checkpoint.save(manager, step, learner._asdict(), {})
+    return True
   except checkpoint.NotSaved as error:
-    common.log(f'{error}; the run goes on, and the last checkpoint is kept: make room before the next.')
+    common.log(f'{error}; the last checkpoint is kept: make room before the next.')
+    return False
+
+
+def save_and_stop(manager, step: int, learner: Learner):
+  """Saves and raises Stopped, with a sentence on where the same command goes on."""
+  where = 'which is saved; the same command goes on from there' if save(manager, step, learner) else (
+      'which is not saved; the same command goes on from the last checkpoint')
+  raise common.Stopped(f'stopped after update {step}, {where}.')
 
 
 def needs_reference(run: Run) -> bool:

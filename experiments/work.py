@@ -14,7 +14,7 @@ import dataclasses
 
 from branchreplay import config
 from branchreplay.config import ModelConfig, UserError
-from experiments import common, study
+from experiments import common
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +81,8 @@ def main(flags):
     raise UserError(f'branch_len={settings.branch_len}; it must be at least 1.')
   source = common.provenance() | {'model': settings.model, 'branch_len': settings.branch_len}
   common.log(f'{"G":>4} {"P/R":>6} {"P":>10}  positions  FLOPs exact  FLOPs detached   (full sequences over replay)')
-  for branches in study.whole_numbers('branches', settings.branches):
-    for ratio in study.whole_numbers('ratios', settings.ratios):
+  for branches in common.whole_numbers('branches', settings.branches, 1):
+    for ratio in common.whole_numbers('ratios', settings.ratios, 1):
       prefix = ratio * settings.branch_len
       full, exact, detached = (update_work(model, prefix, branches, settings.branch_len, mode)
                                for mode in ('full-sequence', 'exact', 'detached'))

@@ -36,6 +36,7 @@ def run(tmp_path, *flags):
     (['--task=chess'], "unknown task 'chess'"),
     (['--on_nonfinite=ignore'], "unknown on_nonfinite 'ignore'"),
     (['--learning_rate=inf'], 'learning_rate=inf; it must be finite'),
+    (['--offline', '--data_file=a', '--eval_file=b', '--kl_coef=0.1', '--kl_in=reward'], "a sampler's log-probs"),
     (['--samples=4'], 'samples=4 is less than branches=8'),
     (['--full_sequence', '--refresh_every=2'], 'full sequences have no state to keep'),
     (['--prompts=6', '--data=4', '--seq=2'], 'prompts=6 is not a multiple'),

@@ -92,6 +92,7 @@ def test_preference_pairs(files, capsys):
   np.testing.assert_allclose(rows[1]['loss'], np.log(2), rtol=1e-5)  # the policy is the reference before update 1
   assert [r['step'] for r in rows if r['stage'] == 'rl'] == list(range(1, 11))
   for wrong, sentence in ((['--objective=grpo'], 'an --objective of dpo'),
+                          (['--offline', '--eval_file=pairs.jsonl'], 'leave --offline out'),
                           (['--data_file=prompts.jsonl'], 'line 1: "chosen" is missing')):
     with pytest.raises(SystemExit) as stop:
       common.run(train_dpo.define, train_dpo.main, ['train_dpo', *flags, '--steps=10', *wrong])
