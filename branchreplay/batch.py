@@ -77,7 +77,8 @@ def make_group(model: ModelConfig, replay: ReplayConfig, prompt, responses, *, m
       instead of scored: column j of every matrix then belongs to token j + 1.
     responses: a list of token id arrays, of any lengths up to branch_capacity.
     masks, old_logprobs, ref_logprobs, sampler_logprobs: lists of arrays like `responses`, or None
-      (masks: all ones). advantages: [G], or None for zeros.
+      (masks: all ones).
+    advantages: [G], or a list like `responses` where each token has its own; None: zeros.
 
   Raises UserError for no branches, lengths over the capacity, ids outside the vocabulary.
   """
@@ -106,12 +107,15 @@ def make_group(model: ModelConfig, replay: ReplayConfig, prompt, responses, *, m
   if first:  # inputs are the responses themselves, all but their last token
     before = [np.concatenate([[0], r[:-1]]) if r.size else r for r in responses]
   optional = lambda rows: None if rows is None else matrix(rows, dtype)
+  if advantages is None:
+    advantages = np.zeros(len(responses))
+  advantages = matrix(advantages, dtype) if any(np.ndim(a) for a in advantages) else np.asarray(advantages, dtype)
   return Group(
       prefix=prefix, prefix_length=prefix_length, inputs=matrix(before, np.int32),
       targets=matrix(responses, np.int32),
       length=np.array([max(r.size - first, 0) for r in responses], np.int32),
       mask=matrix([np.ones(r.size) for r in responses] if masks is None else masks, dtype),
-      advantages=np.zeros(len(responses), dtype) if advantages is None else np.asarray(advantages, dtype),
+      advantages=advantages,
       old_logprobs=optional(old_logprobs), ref_logprobs=optional(ref_logprobs),
       sampler_logprobs=optional(sampler_logprobs))
 

@@ -6,11 +6,16 @@ A line is an object with `prompt` (text, or chat messages with role and content)
   responses, rewards       ready-made responses and their rewards (an offline group)
   chosen, rejected         a preference pair
 
+or, instead of a prompt,
+
+  trajectories             a tree: [{"messages": chat messages, "reward": number}, ...]
+
 Only the offsets of the lines are held; every line is read once when the file is opened,
 so that a malformed one costs a second and not a night.
 """
 import functools
 import json
+import math
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +25,7 @@ import numpy as np
 from branchreplay.config import UserError
 from branchreplay.tokenizer import Tokenizer, is_text
 
-KINDS = {'answer': ('answer',), 'offline': ('responses', 'rewards'), 'pairs': ('chosen', 'rejected')}
+KINDS = {'answer': ('answer',), 'offline': ('responses', 'rewards'), 'pairs': ('chosen', 'rejected'), 'trees': ('trajectories',)}
 
 
 class Dataset(NamedTuple):
@@ -99,14 +104,28 @@ def _texts(value):
       yield from _texts(item)
 
 
+def _is_chat(value) -> bool:
+  return isinstance(value, list) and bool(value) and all(
+      isinstance(m, dict) and isinstance(m.get('role'), str) and isinstance(m.get('content'), str) for m in value)
+
+
+def _is_number(value) -> bool:
+  return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _check(value: dict, where: str, kind: str) -> None:
   """UserError unless the record has a prompt and what `kind` asks for."""
   if not all(is_text(text) for text in _texts(value)):
     raise UserError(f'{where}: a text holds half of a surrogate pair, which is no character; write it as UTF-8.')
+  if kind == 'trees':
+    rows = value.get('trajectories')
+    if not (isinstance(rows, list) and rows and all(
+        isinstance(r, dict) and _is_chat(r.get('messages')) and _is_number(r.get('reward')) and math.isfinite(r['reward']) for r in rows)):
+      raise UserError(f'{where}: "trajectories" is a list of {{"messages": [{{"role": ..., "content": ...}}, ...], '
+                      '"reward": number}, at least one.')
+    return
   prompt = value.get('prompt')
-  chat = isinstance(prompt, list) and prompt and all(
-      isinstance(m, dict) and isinstance(m.get('role'), str) and isinstance(m.get('content'), str) for m in prompt)
-  if not (chat or (isinstance(prompt, str) and prompt)):
+  if not (_is_chat(prompt) or (isinstance(prompt, str) and prompt)):
     raise UserError(f'{where}: the prompt is empty or missing; it is a text, or a list of '
                     '{"role": ..., "content": ...}.')
   for key in KINDS[kind]:
@@ -117,8 +136,7 @@ def _check(value: dict, where: str, kind: str) -> None:
       raise UserError(f'{where}: "{key}" must be {"a list" if kind == "offline" else "a text"}.')
   if kind == 'offline':
     responses, rewards = value['responses'], value['rewards']
-    numbers = all(isinstance(r, (int, float)) and not isinstance(r, bool) for r in rewards)
-    if not responses or len(responses) != len(rewards) or not numbers or not all(isinstance(r, str) for r in responses):
+    if not responses or len(responses) != len(rewards) or not all(map(_is_number, rewards)) or not all(isinstance(r, str) for r in responses):
       raise UserError(f'{where}: responses are texts and rewards numbers, as many of each, at least one.')
 
 

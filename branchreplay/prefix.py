@@ -67,6 +67,21 @@ def capture(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
   return Captured(State(slots, recurrent), history)
 
 
+def advance(model: ModelConfig, replay: ReplayConfig, params: Params, split: Params, state: State, tokens, length,
+            start) -> State:
+  """The state after `length` more tokens, i32 [m, t] (this device's slice), the first at position `start`.
+
+  Whole segments of slots are filled: the state has to have room for them.
+  """
+  def step(i, state):
+    node = _node(model, tokens.shape[1], state.recurrent, state.slots.k.dtype)
+    segment = _segment(tokens, length, i)
+    node, _, _ = extend(model, replay, params, split, state.slots, node, segment.replace(start=start + segment.start))
+    return State(states.append(state.slots, node.slots), node.recurrent)
+
+  return lax.fori_loop(jnp.int32(0), segment_count(tokens, length), step, state)
+
+
 def pull(model: ModelConfig, replay: ReplayConfig, params: Params, split: Params, prefix, length,
          captured: Captured, cotangent: StateCotangent, grads: Params, depth=ALL_SEGMENTS) -> Params:
   """Pulls the state's cotangent back through the last `depth` segments, once.

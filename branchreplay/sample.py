@@ -17,7 +17,7 @@ from branchreplay import mesh
 from branchreplay import model as layers
 from branchreplay import state as states
 from branchreplay.model import Params
-from branchreplay.prefix import STACKED_CAPTURED, Captured, capture
+from branchreplay.prefix import STACKED_CAPTURED, Captured, advance, capture
 from branchreplay.replay import Segment, extend
 from branchreplay.state import State
 
@@ -28,6 +28,15 @@ class Prompts:
   prefix: Any  # i32 [N, n, T]
   prefix_length: Any  # i32 [N]
   last: Any  # i32 [N], the last prompt token, the branches' first input
+
+
+@struct.dataclass
+class Forks:
+  """C nodes that continue each of N captured prefixes, to fork branches from."""
+  tokens: Any  # i32 [N, C, m, T], inputs: the prompt's last token and all of the node's but the last
+  length: Any  # i32 [N, C]
+  start: Any  # i32 [N], length of the captured prefix
+  last: Any  # i32 [N, C], the node's last token
 
 
 @struct.dataclass
@@ -113,3 +122,27 @@ def rollout_function(mesh_, model, replay, branches: int, max_new_tokens: int, k
   prompt_spec = Prompts(P(mesh.DATA, None, mesh.SEQ), P(mesh.DATA), P(mesh.DATA))
   return mesh.sharded(mesh_, local, (specs, prompt_spec, P(mesh.DATA), P()),
                       (P(mesh.DATA), STACKED_CAPTURED if keep_captured else None))
+
+
+def fork_function(mesh_, model, replay, branches: int, max_new_tokens: int):
+  """Jitted (params, captured, forks, keys [N, C], sampling) -> Rollout [N, C, branches, ...], N over `data`.
+
+  Branches decoded from the state of each fork, which is the captured one and the node's own tokens.
+  """
+  shapes, seq = layers.shapes(model), mesh_.shape[mesh.SEQ]
+  split = mesh.split_tree(shapes, seq, replay.shard_params)
+
+  def local(params, captured, forks, keys, sampling):
+    def prompt(_, xs):
+      captured, forks, keys = xs
+      def fork(_, xs):
+        tokens, length, last, key = xs
+        state = advance(model, replay, params, split, captured.state, tokens, length, forks.start)
+        return None, sample_branches(model, replay, params, split, captured.replace(state=state), forks.start + length,
+                                     last, key, branches, max_new_tokens, sampling)
+      return None, lax.scan(fork, None, (forks.tokens, forks.length, forks.last, keys))[1]
+    return lax.scan(prompt, None, (captured, forks, keys))[1]
+
+  spec = Forks(P(mesh.DATA, None, None, mesh.SEQ), P(mesh.DATA), P(mesh.DATA), P(mesh.DATA))
+  return mesh.sharded(mesh_, local, (mesh.parameter_specs(shapes, seq, replay.shard_params), STACKED_CAPTURED, spec,
+                                     P(mesh.DATA), P()), P(mesh.DATA))

@@ -26,6 +26,7 @@ TASKS = ('needle', 'recall')
 SPLITS = ('train', 'test')
 LETTERS = 'ABCDEFGH'
 FACTS = 6  # facts in a document, each of another letter
+PAGES = 10  # of a lookup in two turns
 SPLIT_PERIOD = 5  # every fifth file and every fifth set of facts is for the test
 STOP_TOKEN = ord('\n')
 FACT_LEN = len('#K=d\n')
@@ -148,6 +149,44 @@ def warmup_example(task: Task, split: str, index: int, seed: int) -> WarmupExamp
   mask = np.array([0.] * QUESTION_LEN + [1.] * 2, np.float32)
   return WarmupExample(prompt=encode(document), branches=tuple(
       Branch(encode(_question(letter) + f'{digit}\n'.encode()), mask) for letter, digit in facts))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Lookup:
+  """A lookup in two turns: the document tells which page to open, the page holds the answer."""
+  prompt: np.ndarray  # [P] int32, ends with a question whose answer is the page's number
+  call: np.ndarray  # [2] int32, the only right call: the page's number, the stop token
+  results: tuple[np.ndarray, ...]  # what the tool returns for each of the PAGES pages: [page_len] int32, ends with a question
+  answer: np.ndarray  # [2] int32, to the question of the right page
+
+
+def lookup_example(task: Task, split: str, index: int, seed: int, page_len: int) -> Lookup:
+  """The document of `example` with ten pages behind it; each says another digit of a letter the document lacks.
+
+  UserError for pages that cannot hold their fact and question.
+  """
+  if page_len < 1 + FACT_LEN + QUESTION_LEN:
+    raise UserError(f'page_len={page_len} cannot hold a fact and a question; use at least {1 + FACT_LEN + QUESTION_LEN}.')
+  document, facts, _, asked = _document(task, split, index, seed)
+  rng = np.random.default_rng([seed, SPLITS.index(split), index, 1])
+  letter = next(x for x in LETTERS if x not in [k for k, _ in facts])
+  digits = rng.permutation(PAGES)
+  results = []
+  for digit in digits:
+    text = _haystack(task, split, page_len - FACT_LEN - QUESTION_LEN, rng)
+    starts = np.flatnonzero(np.frombuffer(text, np.uint8) == STOP_TOKEN) + 1
+    at = int(rng.choice(starts))
+    results.append(encode(text[:at] + f'#{letter}={digit}\n'.encode() + text[at:] + _question(letter)))
+  asked_letter, page = facts[asked]
+  return Lookup(encode(document + _question(asked_letter)), encode(f'{page}\n'), tuple(results),
+                encode(f'{digits[page]}\n'))
+
+
+def open_page(lookup: Lookup, call) -> np.ndarray:
+  """What the tool returns for a call [length], a page's number and the stop token; nothing for anything else."""
+  call = np.asarray(call)
+  page = int(call[0]) - ord('0') if call.size == 2 and call[1] == STOP_TOKEN else -1
+  return lookup.results[page] if 0 <= page < len(lookup.results) else np.zeros(0, np.int32)
 
 
 def exact_match(prompt, response, answer) -> float:

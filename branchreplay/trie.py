@@ -33,7 +33,7 @@ class Tree:
   order: Any  # i32 [n], in postorder: the order in which they are left
   enter: Any  # i32 [n], the segments from enter[i] up to order[i] are entered before order[i] is left
   index: Any  # i32 [G, R], place in [n, T], flat, of each trajectory's token; -1: none
-  group: Group  # the trajectories' masks, advantages, ...; without the prefix
+  group: Group  # the trajectories' masks, advantages, ...; without their tokens
   levels: int = struct.field(pytree_node=False)  # most nodes on a path
 
 
@@ -154,4 +154,4 @@ def make_tree(model: ModelConfig, replay: ReplayConfig, prompt, responses, *, se
       tokens, targets, pad([row.end - row.begin for row in rows]), pad([row.begin for row in rows]),
       pad([row.path for row in rows]), pad([row.level for row in rows]), pad([row.first for row in rows]).astype(bool),
       trained.reshape(n, size).any(1), np.int32(count), pad(order), pad(enter), index,
-      group.replace(prefix=None, prefix_length=np.int32(begin)), max(levels, deepest))
+      group.replace(prefix=None, prefix_length=np.int32(begin), inputs=None, targets=None), max(levels, deepest))

@@ -4,7 +4,7 @@ from typing import Any, Callable, NamedTuple
 
 import numpy as np
 
-from branchreplay import data, rewards, tasks, tokenizer
+from branchreplay import data, rewards, tasks, tokenizer, turns
 from branchreplay.config import TrainConfig, UserError
 
 
@@ -45,8 +45,9 @@ def pick_tokenizer(train: TrainConfig, vocab_size: int) -> tokenizer.Tokenizer:
 def of_file(train: TrainConfig, tokens: tokenizer.Tokenizer, kind: str = 'answer') -> Source:
   """Prompts of --data_file, in an order shuffled by the seed; held-out ones in the file's order.
 
-  kind: answer; pairs, whose examples' answers are the tokens of chosen and rejected; or offline,
-  where those of the training split are the tokens of the responses and their rewards.
+  kind: answer; pairs, whose examples' answers are the tokens of chosen and rejected; offline,
+  where those of the training split are the tokens of the responses and their rewards; or trees,
+  where they are (trajectories, rewards) and there is no prompt.
   """
   if train.long_prompts not in ('refuse', 'truncate'):
     raise UserError(f'unknown long_prompts {train.long_prompts!r}; use refuse or truncate.')
@@ -58,6 +59,9 @@ def of_file(train: TrainConfig, tokens: tokenizer.Tokenizer, kind: str = 'answer
 
   def example(split, index):
     found = data.record(splits[split], index, train.seed if split == 'train' else None)
+    if kind == 'trees':
+      rows = [turns.encode_messages(tokens, r['messages'], found['where']) for r in found['trajectories']]
+      return Example(None, (rows, [float(r['reward']) for r in found['trajectories']]), where=found['where'])
     prompt, cut = data.encode_prompt(tokens, found, train.prompt_len, train.long_prompts)
     text = found['prompt'] if isinstance(found['prompt'], str) else tokens.chat(found['prompt'])
     response = lambda text: np.append(tokens.encode(text), stop).astype(np.int32)

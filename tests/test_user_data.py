@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 from branchreplay import hf, mesh, model
 from branchreplay.config import ModelConfig, ReplayConfig
-from experiments import common, export, train, train_dpo
+from experiments import common, export, train, train_dpo, train_tree
 
 SHAPE = ModelConfig(vocab_size=320, width=16, mlp_width=24, repeats=1, heads=4, kv_heads=2, head_dim=8,
                     tied_embeddings=True)
@@ -112,3 +112,30 @@ def test_ready_made_responses_and_rewards(files, capsys):
   with pytest.raises(SystemExit):
     run(*flags, '--branches=4', '--workdir=other')
   assert re.search(r'offline.jsonl, line \d: 3 responses, and --branches=4', capsys.readouterr().err)
+
+
+def test_trees_of_ready_made_conversations(files, capsys):
+  """Conversations of two turns from JSONL: the better ones become likelier; a stopped run is taken up."""
+  say = lambda role, content: {'role': role, 'content': content}
+  def talk(call, answer):
+    return {'messages': [say('user', 'the fact'), say('assistant', call), say('tool', 'three'), say('assistant', answer)],
+            'reward': float(call == 'three') + float(answer == 'answer')}
+  record = {'trajectories': [talk(c, a) for c in ('three', 'is') for a in ('answer', 'the')]}
+  with open('trees.jsonl', 'w') as file:
+    file.write((json.dumps(record) + '\n') * 10)
+  flags = [files[0], *(f for f in TINY if not f.startswith(('--max_new', '--eval_samples'))), '--data_file=trees.jsonl',
+           '--workdir=trees', '--trajectory_len=96', '--segments=16']
+  run = lambda *more: common.run(train_tree.define, train_tree.main, ['train_tree', *flags, *more])
+  run('--steps=2')
+  run('--steps=4')
+  rows = [json.loads(line) for line in open('trees/metrics.jsonl')]
+  evals = {r['step']: r['margin'] for r in rows if r['stage'] == 'eval'}
+  assert evals[4] > evals[2] > evals[0]
+  updates = [r for r in rows if r['stage'] == 'rl']
+  assert [r['step'] for r in updates] == [1, 2, 3, 4]
+  assert all(r['positions_full_sequences'] > 2 * r['positions'] for r in updates)
+  for more, sentence in (('--branches=2', '4 trajectories, and --branches=2; raise it'), ('--objective=ppo', 'trees are trained by'),
+                         ('--samples=8', 'leave --full_sequence, --samples')):
+    with pytest.raises(SystemExit, match='2'):
+      run('--steps=4', more, '--workdir=other')
+    assert sentence in capsys.readouterr().err
