@@ -9,6 +9,7 @@ A line is an object with `prompt` (text, or chat messages with role and content)
 or, instead of a prompt,
 
   trajectories             a tree: [{"messages": chat messages, "reward": number}, ...]
+  tree                     the same, nested: {"messages": ..., "children": [nodes]}, with "reward" where a trajectory ends
 
 Only the offsets of the lines are held; every line is read once when the file is opened,
 so that a malformed one costs a second and not a night.
@@ -25,7 +26,7 @@ import numpy as np
 from branchreplay.config import UserError
 from branchreplay.tokenizer import Tokenizer, is_text
 
-KINDS = {'answer': ('answer',), 'offline': ('responses', 'rewards'), 'pairs': ('chosen', 'rejected'), 'trees': ('trajectories',)}
+KINDS = {'answer': ('answer',), 'offline': ('responses', 'rewards'), 'pairs': ('chosen', 'rejected'), 'trees': ()}
 
 
 class Dataset(NamedTuple):
@@ -104,6 +105,22 @@ def _texts(value):
       yield from _texts(item)
 
 
+def trajectories(value: dict):
+  """The record's trajectories; a nested tree's are the paths to its nodes that have a reward or no children."""
+  if 'tree' not in value:
+    return value.get('trajectories')
+  found, todo = [], [([], value['tree'])]
+  while todo:
+    before, node = todo.pop()
+    if not isinstance(node, dict) or not isinstance(node.get('messages'), list) or not isinstance(node.get('children', []), list):
+      return None
+    messages, children = before + node['messages'], node.get('children', [])
+    if 'reward' in node or not children:
+      found.append({'messages': messages, 'reward': node.get('reward')})
+    todo += [(messages, child) for child in reversed(children)]
+  return found
+
+
 def _is_chat(value) -> bool:
   return isinstance(value, list) and bool(value) and all(
       isinstance(m, dict) and isinstance(m.get('role'), str) and isinstance(m.get('content'), str) for m in value)
@@ -118,11 +135,11 @@ def _check(value: dict, where: str, kind: str) -> None:
   if not all(is_text(text) for text in _texts(value)):
     raise UserError(f'{where}: a text holds half of a surrogate pair, which is no character; write it as UTF-8.')
   if kind == 'trees':
-    rows = value.get('trajectories')
+    rows = trajectories(value)
     if not (isinstance(rows, list) and rows and all(
         isinstance(r, dict) and _is_chat(r.get('messages')) and _is_number(r.get('reward')) and math.isfinite(r['reward']) for r in rows)):
-      raise UserError(f'{where}: "trajectories" is a list of {{"messages": [{{"role": ..., "content": ...}}, ...], '
-                      '"reward": number}, at least one.')
+      raise UserError(f'{where}: give "trajectories", a list of {{"messages": [{{"role": ..., "content": ...}}, ...], "reward": '
+                      'number}, or "tree", a node {"messages": [...], "children": [nodes]} with "reward" where a trajectory ends.')
     return
   prompt = value.get('prompt')
   if not (_is_chat(prompt) or (isinstance(prompt, str) and prompt)):

@@ -60,8 +60,9 @@ def of_file(train: TrainConfig, tokens: tokenizer.Tokenizer, kind: str = 'answer
   def example(split, index):
     found = data.record(splits[split], index, train.seed if split == 'train' else None)
     if kind == 'trees':
-      rows = [turns.encode_messages(tokens, r['messages'], found['where']) for r in found['trajectories']]
-      return Example(None, (rows, [float(r['reward']) for r in found['trajectories']]), where=found['where'])
+      rows = data.trajectories(found)
+      return Example(None, ([turns.encode_messages(tokens, r['messages'], found['where']) for r in rows],
+                            [float(r['reward']) for r in rows]), where=found['where'])
     prompt, cut = data.encode_prompt(tokens, found, train.prompt_len, train.long_prompts)
     text = found['prompt'] if isinstance(found['prompt'], str) else tokens.chat(found['prompt'])
     response = lambda text: np.append(tokens.encode(text), stop).astype(np.int32)

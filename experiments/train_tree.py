@@ -6,10 +6,9 @@
 The prompt is a document with six facts #K=d and a question; the digit is the page to open. The tool returns
 that page, which hides another fact and asks for it. --branches calls are sampled from the captured prompt,
 --answers answers forked from the state behind each page; their trajectories are merged into a tree and every
-distinct token is paid once. Advantages are taken a turn at a time. A record of --data_file is a tree:
-{"trajectories": [{"messages": [{"role", "content"}, ...], "reward": number}, ...]}; what role assistant says is
-trained, tool results and others are not. Held-out reward: seen in README.md. A stopped run is taken up where its
-last checkpoint is.
+distinct token is paid once. Advantages are taken a turn at a time. A record of --data_file is a tree,
+{"trajectories": [{"messages": [{"role", "content"}, ...], "reward": number}, ...]} or nested (data.py); what role
+assistant says is trained, tool results and others are not. A stopped run is taken up where its last checkpoint is.
 """
 import dataclasses
 import time

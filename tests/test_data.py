@@ -48,12 +48,17 @@ def test_held_out_records_are_not_trained_on(tmp_path):
     ('{"prompt": [{"role": "user"}], "answer": "1"}', 'answer', 'line 2: the prompt is empty or missing'),
     ('{"prompt": "a"}', 'answer', 'line 2: "answer" is missing'),
     ('{"prompt": "a", "answer": 3}', 'answer', 'line 2: "answer" must be a text'),
+    ('{"trajectories": [{"messages": [{"role": "user", "content": "a"}]}]}', 'trees', 'line 2: give "trajectories"'),
+    ('{"trajectories": [{"messages": [], "reward": 1}]}', 'trees', 'line 2: give "trajectories"'),
+    ('{"tree": {"messages": [{"role": "user", "content": "a"}], "children": [1]}}', 'trees', 'line 2: give "trajectories"'),
+    ('{"tree": {"messages": [{"role": "user", "content": "a"}]}}', 'trees', 'line 2: give "trajectories"'),
     ('{"prompt": "a", "chosen": "b"}', 'pairs', 'line 2: "rejected" is missing'),
     ('{"prompt": "a", "responses": ["b"], "rewards": [1, 2]}', 'offline', 'line 2: responses are texts and rewards'),
     ('{"prompt": "a", "responses": ["b"], "rewards": ["1"]}', 'offline', 'line 2: responses are texts and rewards'),
     ('"\ud800"', 'answer', 'line 2')])
 def test_malformed_lines_are_named(tmp_path, line, kind, sentence):
-  good = {'prompt': 'a', 'answer': '1', 'responses': ['b'], 'rewards': [1], 'chosen': 'b', 'rejected': 'c'}
+  good = {'prompt': 'a', 'answer': '1', 'responses': ['b'], 'rewards': [1], 'chosen': 'b', 'rejected': 'c',
+          'trajectories': [{'messages': [{'role': 'assistant', 'content': 'a'}], 'reward': 1}]}
   path = tmp_path / 'a.jsonl'
   path.write_bytes(json.dumps(good).encode() + b'\n' + line.encode('utf-8', 'surrogatepass') + b'\n')
   with pytest.raises(UserError, match=sentence):
@@ -143,3 +148,11 @@ def test_unknown_rewards(name, sentence):
 def test_answers_that_a_reward_cannot_use(name, answer):
   with pytest.raises(UserError, match='here: the answer'):
     rewards.evaluate(rewards.load(name), 'p', 'abc', answer, 'here')
+
+
+def test_a_nested_tree_is_its_trajectories():
+  say = lambda content: [{'role': 'assistant', 'content': content}]
+  tree = {'messages': say('a'), 'children': [
+      {'messages': say('b'), 'reward': 1}, {'messages': say('c'), 'reward': 2, 'children': [{'messages': say('d'), 'reward': 3}]}]}
+  found = data.trajectories({'tree': tree})
+  assert [(''.join(m['content'] for m in r['messages']), r['reward']) for r in found] == [('ab', 1), ('ac', 2), ('acd', 3)]
