@@ -210,6 +210,8 @@ def main(flags):
   train = run.train
   check(run, settings)
   task = None if train.data_file else tasks.make_task(train.task, train.prompt_len)
+  if task:
+    tasks.lookup_example(task, 'train', 0, train.seed, settings.page_len)  # a page too short is said at once
   optimizer = training.training_optimizer(run)
   functions = make_functions(run, settings, optimizer, task)
   held_out = lambda params: evaluate(run, settings, functions, task, params)

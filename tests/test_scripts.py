@@ -1,9 +1,11 @@
 """The measuring scripts: their rows hold what they claim, at small sizes."""
 import json
+import types
 
 import pytest
 
-from experiments import common, gradient_parity, memory
+from branchreplay.config import TrainConfig
+from experiments import common, gradient_parity, memory, soak, train_tree, tree_speed
 
 
 def rows_of(module, capsys, *flags):
@@ -33,7 +35,43 @@ def test_memory_is_flat_in_branches_and_grows_by_the_state(capsys):
   assert slope <= 1.10 * (held(two) - held(short)) / (8192 - 2048)
 
 
+@pytest.mark.slow
+def test_tree_speed(capsys):
+  sizes = ['--prompt_len=100', '--turn_lens=40,9', '--fan_outs=2,3', '--leaves=2,6', '--segment_len=32', '--devices=2', '--rounds=1']
+  shared, apart = rows_of(tree_speed, capsys, *sizes, '--dtype=float32')
+  assert (shared['trajectories'], shared['trajectory_len']) == (6, 149)
+  assert shared['distinct_positions'] == 99 + 2 * 40 + 6 * 9 and apart['distinct_positions'] == 6 * 148
+  assert max(shared['rel_l2'], apart['rel_l2']) < 1e-4
+
+
+def test_soak_prompts_are_ragged_and_held_out_ones_whole():
+  source = soak.ragged(TrainConfig(task='recall', prompt_len=320), 4)
+  assert [len(source.example('train', i).prompt) for i in range(5)] == [80, 160, 240, 320, 80]
+  assert len(source.example('test', 1).prompt) == 320
+
+
+def test_soak_sees_growth_slowing_and_compilations():
+  still = [{'resident_bytes': 100, 'live_bytes': 10, 'update_s': 1.0, 'compiled': i == 0, 'skipped': 0} for i in range(20)]
+  assert soak.compare(still) == {'resident_bytes_ratio': 1, 'live_bytes_ratio': 1, 'update_s_ratio': 1, 'compiled_later': 0, 'skipped': 0}
+  worse = soak.compare([r | {'resident_bytes': 100 + i, 'update_s': 1 + i / 10, 'compiled': 1} for i, r in enumerate(still)])
+  assert worse['resident_bytes_ratio'] > 1.1 and worse['update_s_ratio'] > 2 and worse['compiled_later'] == 18
+
+
+def test_soak_rows_are_of_the_updates_between_them():
+  written, rows = [], []
+  writer = soak.watched(types.SimpleNamespace(write=written.append), 2, rows)
+  for step in range(1, 6):
+    writer.write({'stage': 'rl', 'step': step, 'seconds': float(step), 'positions': 10, 'skipped': step == 3})
+    writer.write({'stage': 'eval', 'step': step, 'reward': 0.0})
+  assert len(written) == 10 and [r['step'] for r in rows] == [2, 4]
+  assert [r['update_s'] for r in rows] == [1.5, 3.5] and [r['skipped'] for r in rows] == [0, 1]
+  assert all(r['resident_bytes'] > 2**20 for r in rows)
+
+
 @pytest.mark.parametrize('module, flags, sentence', [
+    (tree_speed, ['--fan_outs=2'], 'as many --turn_lens as --fan_outs'), (tree_speed, ['--leaves=3'], 'no multiple of the 4 inner turns'),
+    (soak, ['--steps=100'], 'at least twice --every'), (train_tree, ['--answers=0'], '--answers must be at least 1'),
+    (train_tree, ['--page_len=5'], 'page_len=5 cannot hold'), (train_tree, ['--kl_coef=0.1'], 'with --kl_coef=0'),
     (gradient_parity, ['--devices=0'], 'give whole numbers'), (gradient_parity, ['--mode=none'], "unknown mode 'none'"),
     (gradient_parity, ['--prefix_len=-1'], 'prefix_len must be at least 0'),
     (gradient_parity, ['--case=absent'], 'absent'), (memory, ['--branches=x'], 'give whole numbers'),
