@@ -1,6 +1,9 @@
 """Text to tokens: bytes by default, or a checkpoint's tokenizer.json and chat template."""
+import contextlib
 import json
+import os
 from pathlib import Path
+import sys
 from typing import Callable, NamedTuple
 
 import numpy as np
@@ -61,7 +64,8 @@ def load(folder, model_vocab: int) -> Tokenizer:
   if not file.is_file():
     raise UserError(f'{folder} has no tokenizer.json; put it there or use --tokenizer=bytes.')
   broken = f'{file} is no tokenizer (%s); copy it anew from where the checkpoint came from.'
-  held = _guarded(lambda: tokenizers.Tokenizer.from_file(str(file)), broken)
+  with _without_panics():
+    held = _guarded(lambda: tokenizers.Tokenizer.from_file(str(file)), broken)
   held.no_padding()
   held.no_truncation()
   size = max(held.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -74,6 +78,20 @@ def load(folder, model_vocab: int) -> Tokenizer:
       decode=lambda tokens: _guarded(lambda: held.decode([int(t) for t in tokens], skip_special_tokens=True), broken),
       vocab_size=size, stop_token=_stop_token(held, *settings.values()),
       chat=_chat_template(folder, settings['tokenizer_config.json']))
+
+
+@contextlib.contextmanager
+def _without_panics():
+  """Keeps what the library's native code writes on stderr when it panics from the user, who is told in a sentence."""
+  sys.stderr.flush()
+  kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+  os.dup2(nowhere, 2)
+  try:
+    yield
+  finally:
+    os.dup2(kept, 2)
+    os.close(kept)
+    os.close(nowhere)
 
 
 def _guarded(call: Callable, sentence: str):

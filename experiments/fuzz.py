@@ -1,6 +1,7 @@
 """Broken input files: each ends in a result or in one clear sentence, never in a traceback.
 
     bash launch.sh fuzz --seconds=60
+    bash launch.sh fuzz --seconds=900 >> experiments/results/fuzz.jsonl
 
 Valid files (config.json, safetensors and their index, JSONL, tokenizer.json, batch.npz, a run's
 config.json, what a reward function returns, the flags of train) are broken at random: bytes flipped, cut or doubled,
@@ -20,7 +21,7 @@ from absl import flags as absl_flags
 import numpy as np
 from safetensors.numpy import save_file
 
-from branchreplay import checkpoint, data, hf, model, rewards, tokenizer
+from branchreplay import checkpoint, data, hf, model, rewards, tokenizer, trie, turns
 from branchreplay.config import ModelConfig, ObjectiveConfig, ReplayConfig, TrainConfig, UserError
 from branchreplay.hf.reading import open_weights
 from experiments import common, training
@@ -60,6 +61,10 @@ def make_files(folder: Path) -> None:
   lines = [{'prompt': f'question {i}', 'answer': '7', 'responses': ['7', '8'], 'rewards': [1, 0], 'chosen': '7', 'rejected': '8'}
            for i in range(3)] + [{'prompt': [{'role': 'user', 'content': 'q'}], 'answer': 'a'}]
   (folder / 'prompts.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
+  say = lambda role, text: {'role': role, 'content': text}
+  nested = {'messages': [say('user', 'q')], 'children': [{'messages': [say('assistant', a)], 'reward': 1} for a in 'ab']}
+  (folder / 'trees.jsonl').write_text(json.dumps({'tree': nested}) + '\n' + json.dumps({'trajectories': [
+      {'messages': [say('user', 'q'), say('assistant', a), say('tool', 't'), say('assistant', 'a')], 'reward': 0.5} for a in 'ab']}))
   made = tokenizers.Tokenizer(tokenizers.models.BPE({'a': 0, 'b': 1, 'ab': 2}, [('a', 'b')]))
   made.save(str(folder / 'tokenizer.json'))
   (folder / 'tokenizer_config.json').write_text(json.dumps(
@@ -88,13 +93,24 @@ def read_weights(folder: Path) -> None:
 
 def read_jsonl(folder: Path) -> None:
   tokens = tokenizer.BYTES
-  for kind in data.KINDS:
+  for kind in set(data.KINDS) - {'trees'}:
     try:
       held = data.open_jsonl(folder / 'prompts.jsonl', kind)
     except UserError:
       continue
     for i in range(len(held.lines)):
       data.encode_prompt(tokens, data.record(held, i, 0), 100, 'truncate')
+
+
+def read_trees(folder: Path) -> None:
+  """Reads, encodes, merges, as train_tree does before it compiles."""
+  held = data.open_jsonl(folder / 'trees.jsonl', 'trees')
+  for i in range(len(held.lines)):
+    rows = data.trajectories(data.record(held, i, 0))
+    encoded = [turns.encode_messages(tokenizer.BYTES, r['messages'], 'here') for r in rows]
+    prompt, rest = turns.split_prompt(encoded)
+    trie.make_tree(SHAPE, ReplayConfig(prefix_capacity=64, branch_capacity=64, segment_len=8), prompt,
+                   [t.tokens for t in rest], advantages=turns.turn_advantages(rest, [r['reward'] for r in rows]))
 
 
 def read_tokenizer(folder: Path) -> None:
@@ -112,7 +128,7 @@ def read_batch(folder: Path) -> None:
 READERS = {  # file: reader of its folder
     'config.json': hf.read_config, 'model.safetensors': read_weights,
     'sharded/model.safetensors.index.json': lambda f: read_weights(f / 'sharded'),
-    'sharded/a.safetensors': lambda f: read_weights(f / 'sharded'), 'prompts.jsonl': read_jsonl,
+    'sharded/a.safetensors': lambda f: read_weights(f / 'sharded'), 'prompts.jsonl': read_jsonl, 'trees.jsonl': read_trees,
     'tokenizer.json': read_tokenizer, 'tokenizer_config.json': read_tokenizer, 'batch.npz': read_batch,
     'run/config.json': lambda f: checkpoint.claim_workdir(f / 'run', {'train': {'steps': 3}}),
 }

@@ -35,6 +35,9 @@ PARTS = {  # part: (minutes, the command after `bash launch.sh`)
     'work': (1, ['work']),
     'block_diffusion': (6, ['block_diffusion']),
     'kill_and_resume': (10, ['kill_and_resume']),
+    'soak': (20, ['soak']),
+    'tree_speed': (10, ['tree_speed']),
+    'train_tree': (8, ['train_tree']),
 }
 RESUMED = ('train', 'objectives', 'convergence')
 

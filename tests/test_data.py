@@ -156,3 +156,11 @@ def test_a_nested_tree_is_its_trajectories():
       {'messages': say('b'), 'reward': 1}, {'messages': say('c'), 'reward': 2, 'children': [{'messages': say('d'), 'reward': 3}]}]}
   found = data.trajectories({'tree': tree})
   assert [(''.join(m['content'] for m in r['messages']), r['reward']) for r in found] == [('ab', 1), ('ac', 2), ('acd', 3)]
+
+
+def test_a_panic_of_the_tokenizers_library_is_one_sentence(tmp_path, capfd):
+  model = {'type': 'BPE', 'vocab': {'a': 0, 'b': 1, 'ab': 2}, 'merges': [['a', 'b']], 'continuing_subword_prefix': 'long'}
+  (tmp_path / 'tokenizer.json').write_text(json.dumps({'version': '1.0', 'added_tokens': [], 'model': model}))
+  with pytest.raises(UserError, match='tokenizer.json is no tokenizer'):
+    tokenizer.load(tmp_path, 300)
+  assert capfd.readouterr().err == ''
