@@ -13,7 +13,8 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 import numpy as np
 
-from experiments import common, plots
+from branchreplay import config
+from experiments import common, plots, work
 
 LONGSTRAW = {'updates': (1, 2, 4, 8), 'loss': (0.0012, 0.0004, 0.228, 0.093), 'logprob': (0.014, 0.025, 3.1, 3.8)}  # at 1M positions
 
@@ -104,8 +105,14 @@ def work_table(rows) -> list[dict]:
 
 
 def speed_table(rows) -> list[dict]:
-  return [{'model': r['model'], 'branches': r['branches'], 'branch_len': r['branch_len'], 'prefix_len': r['prefix_len'],
-           **{k: r[k] for k in ('exact_s', 'detached_s', 'full_sequence_s')}} for r in rows]
+  """Seconds of an update, and full sequences over exact: as measured, and by FLOPs as work.py counts them."""
+  table = []
+  for r in rows:
+    sizes = [r[k] for k in ('prefix_len', 'branches', 'branch_len')]
+    full, exact = (work.update_work(config.preset(r['model']), *sizes, mode)['flops'] for mode in ('full-sequence', 'exact'))
+    table.append({k: r[k] for k in ('model', 'branches', 'branch_len', 'prefix_len', 'exact_s', 'detached_s', 'full_sequence_s')}
+                 | {'measured_ratio': r['full_sequence_s'] / r['exact_s'], 'flops_ratio': full / exact})
+  return table
 
 
 # ---- drawing: (figure, table)
@@ -199,13 +206,15 @@ def draw_work(figure, table):
 
 
 def draw_speed(figure, table):
-  axes = figure.subplots()
-  names = [f'P={r["prefix_len"]:,} R={r["branch_len"]} G={r["branches"]}\n{r["model"]}' for r in table]
+  left, right = figure.subplots(1, 2, sharey=False)
+  names, at = [f'P={r["prefix_len"]:,}\nR={r["branch_len"]}\nG={r["branches"]}' for r in table], np.arange(len(table))
   for i, name in enumerate(('full_sequence_s', 'exact_s', 'detached_s')):
-    axes.bar(np.arange(len(names)) + 0.27 * i, [r[name] or 0 for r in table], 0.27, label=name[:-2].replace('_', ' '))
-  axes.set(xticks=np.arange(len(names)) + 0.27, xticklabels=names, yscale='log', ylabel='seconds an update')
-  axes.tick_params('x', labelsize=6)
-  axes.legend()
+    left.bar(at + 0.27 * i, [r[name] for r in table], 0.27, label=name[:-2].replace('_', ' '))
+  left.set(xticks=at + 0.27, xticklabels=names, yscale='log', ylabel='seconds an update')
+  for i, (name, label) in enumerate((('measured_ratio', 'measured'), ('flops_ratio', 'by FLOPs'))):
+    right.bar(at + 0.4 * i, [r[name] for r in table], 0.4, label=label)
+  right.set(xticks=at + 0.2, xticklabels=names, ylabel='full sequences over exact')
+  left.legend(), right.legend()
 
 
 def of_task(table, task):
@@ -221,7 +230,7 @@ FIGURES = {  # name: (file of rows, table, drawing, size in inches)
     'fidelity_kinds': ('fidelity', fidelity_kinds_table, draw_kinds, (7, 8)),
     'drift': ('drift', drift_table, draw_drift, (10, 4)),
     'work': ('work', work_table, draw_work, (9, 4)),
-    'speed': ('speed', speed_table, draw_speed, (7, 4)),
+    'speed': ('speed', speed_table, draw_speed, (10, 4)),
     'objectives': ('objectives', lambda rows: curve_table(rows, 'objective'), draw_curves, (6, 4)),
     'block_diffusion': ('block_diffusion', lambda rows: curve_table(rows, 'arm'), draw_curves, (6, 4)),
 }

@@ -6,7 +6,7 @@
 
 A part is a command of the README, each runnable alone; minutes are those seen on 2 cores. A part
 that ended is not run again: its last line is kept in PART.done. One that was stopped begins
-anew, but for train, objectives and convergence, which go on where they were.
+anew, but for train, train_tree, objectives and convergence, which go on where they were.
 """
 import dataclasses
 import os
@@ -39,7 +39,7 @@ PARTS = {  # part: (minutes, the command after `bash launch.sh`)
     'tree_speed': (10, ['tree_speed']),
     'train_tree': (8, ['train_tree']),
 }
-RESUMED = ('train', 'objectives', 'convergence')
+RESUMED = ('train', 'train_tree', 'objectives', 'convergence')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ def run_part(part: str, folder: Path) -> None:
   pending = rows if command[0] in RESUMED else folder / f'{part}.part'  # of a part that begins anew
   if pending != rows:
     pending.unlink(missing_ok=True)
-  flags = [f'--out={pending}'] + ([f'--workdir={folder / part}'] if command[0] == 'train' else [])
+  flags = [f'--out={pending}'] + ([f'--workdir={folder / part}'] if command[0].startswith('train') else [])
   common.log(f'{part}, about {minutes} minutes: bash launch.sh {" ".join(command)} --out={rows}')
   done = subprocess.run([sys.executable, '-m', f'experiments.{command[0]}', *command[1:], *flags],
                         stdout=subprocess.PIPE, text=True)
