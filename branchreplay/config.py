@@ -8,6 +8,7 @@ import dataclasses
 import math
 
 LAYER_KINDS = ('full', 'window', 'deltanet')
+LORA_TARGETS = ('q', 'k', 'v', 'out', 'gate', 'qkv', 'z', 'beta', 'decay', 'up', 'down')  # matrices of a layer
 ALL_SEGMENTS = 2**30  # more segments than any prefix has
 
 
@@ -41,6 +42,9 @@ class ModelConfig:
   norm_offset: float = 0.0  # 1.0: zero-centred RMSNorm, scale is 1 + w
   norm_eps: float = 1e-6
   tied_embeddings: bool = False
+  lora_rank: int = 0  # of the trained update beside each frozen matrix of lora_targets; 0: all is trained
+  lora_alpha: float = 16.0  # the update is scaled by lora_alpha / lora_rank
+  lora_targets: tuple[str, ...] = ('q', 'k', 'v', 'out', 'qkv', 'z')  # fields of model.py's layers, LORA_TARGETS
   critic: bool = False  # a value head beside the vocabulary's, for ppo
   max_positions: int = 2**23  # longest sequence the RoPE tables serve
 
@@ -158,6 +162,9 @@ class TrainConfig:
   decay_start: int = 200  # update from which it falls
   decay_steps: int = 100  # updates over which it falls to a tenth; 0: it stays
   weight_decay: float = 0.01  # of AdamW
+  lora_rank: int = 0  # of the trained updates beside frozen matrices; 0: all parameters are trained
+  lora_alpha: float = 16.0  # such an update is scaled by lora_alpha / lora_rank
+  lora_targets: tuple[str, ...] = ModelConfig.lora_targets  # matrices that have one
   clip_norm: float = 1.0  # gradients are scaled down to this global norm
   temperature: float = 1.0  # of sampling; 0: greedy
   top_p: float = 1.0  # nucleus sampling; 1: off
@@ -236,6 +243,11 @@ def check_model(model: ModelConfig) -> None:
   for name in ('vocab_size', 'width', 'mlp_width', 'repeats', 'heads', 'kv_heads', 'head_dim',
                'window', 'delta_key_heads', 'delta_value_heads', 'conv_width', 'chunk'):
     _require(getattr(model, name) >= 1, f'{name} is {getattr(model, name)}; it must be at least 1.')
+  _require(model.lora_rank >= 0, f'lora_rank={model.lora_rank}; it must not be negative.')
+  _require(math.isfinite(model.lora_alpha) and model.lora_alpha > 0, f'lora_alpha={model.lora_alpha}; it must be positive.')
+  for name in model.lora_targets:
+    _require(name in LORA_TARGETS, f'unknown matrix {name!r} in lora_targets; use {", ".join(LORA_TARGETS)}.')
+  _require(not model.lora_rank or model.lora_targets, 'lora_targets is empty; name a matrix or use lora_rank=0.')
   _require(len(model.pattern) > 0, 'the layer pattern is empty; name at least one layer kind.')
   _require(model.heads % model.kv_heads == 0,
            f'heads={model.heads} is not a multiple of kv_heads={model.kv_heads}; change either.')

@@ -9,7 +9,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from branchreplay import mesh
+from branchreplay import lora, mesh
 from branchreplay import model as layers
 from branchreplay.attention import at_least_f32
 from branchreplay.batch import Scores
@@ -122,7 +122,8 @@ def full_sequence_gradient(model, replay, objective, params: Params, split: Para
   seq, index = mesh.seq_size(), mesh.seq_index()
   branches = group.inputs.shape[0]
   mine = (branches - index + seq - 1) // seq  # branches index, index + seq, ...
-  one = lambda p, g: branch_scores(model, p, prefix, group.prefix_length, group.inputs[g], group.targets[g],
+  free = lora.trainable(model, full)
+  one = lambda p, g: branch_scores(model, lora.join(p, full), prefix, group.prefix_length, group.inputs[g], group.targets[g],
                                    group.length[g], replay.block_len)
   put = lambda matrices, rows, g: jax.tree.map(lambda m, r: m.at[g].set(r), matrices, rows)
   matrix = jnp.zeros(group.inputs.shape, at_least_f32(params.embed.dtype))
@@ -131,23 +132,23 @@ def full_sequence_gradient(model, replay, objective, params: Params, split: Para
 
   dscores = None
   if not objective.separable:
-    step = lambda j, s: put(s, one(full, index + j * seq), index + j * seq)
+    step = lambda j, s: put(s, one(free, index + j * seq), index + j * seq)
     dscores = cotangents(mesh.sum_over_tree(lax.fori_loop(0, mine, step, zeros())))
 
   def step(j, carry):
     total, scores = carry
     g = index + j * seq
-    row, pull = jax.vjp(lambda p: one(p, g), full)
+    row, pull = jax.vjp(lambda p: one(p, g), free)
     scores = put(scores, row, g)
     d = cotangents(put(zeros(), row, g)) if dscores is None else dscores
     update, = pull(jax.tree.map(lambda x: x[g], d))
     return jax.tree.map(lambda t, u: t + u.astype(t.dtype), total, update), scores
 
-  total = jax.tree.map(lambda p, g: jnp.zeros(p.shape, g.dtype), full, grads)
+  total = jax.tree.map(lambda p, g: jnp.zeros(p.shape, g.dtype), free, grads)
   total, scores = lax.fori_loop(0, mine, step, (total, zeros()))
   scores = mesh.sum_over_tree(scores)
   axis = lambda path: mesh.SPLIT_AXIS[path[0].name]
-  mine_of = lambda path, g, t, s: g + (mesh.scatter_sum(t, axis(path)) if s else t)
-  grads = jax.tree_util.tree_map_with_path(mine_of, grads, total, split)
+  mine_of = lambda path, s, g, t: None if g is None else g + (mesh.scatter_sum(t, axis(path)) if s else t)
+  grads = jax.tree_util.tree_map_with_path(mine_of, split, grads, total)
   loss, metrics = objective.loss(scores, group)
   return loss, metrics, scores, grads

@@ -266,7 +266,7 @@ def gradient_function(mesh_, model, replay, objective: Objective, group, full_se
                                          1 / (count * rows), captured)
       return grads, (loss, metrics, scores)
 
-    grads, out = lax.scan(step, zero_gradients(replay, params), (groups, captured))
+    grads, out = lax.scan(step, zero_gradients(model, replay, params), (groups, captured))
     return Result(*out, mesh.reduce_gradients(grads, split))
 
   in_specs = (specs, group_spec(group)) + ((STACKED_CAPTURED,) if with_captured else ())

@@ -89,8 +89,10 @@ def scores_backward(model, replay, params: Params, split: Params, h, targets, d:
       dx = dx + d.value[:, None] * params.value
       dcritic = dcritic + (d.value @ normed).astype(dcritic.dtype)
     dw, dh = pull(dx.astype(normed.dtype))
-    update = lax.dot_general(dz, x, (((0,), (0,)), ((), ())), preferred_element_type=dtable.dtype)
-    return (dtable + update, dnorm + dw.astype(dnorm.dtype), dcritic), dh
+    if dtable is not None:  # None: frozen
+      dtable += lax.dot_general(dz, x, (((0,), (0,)), ((), ())), preferred_element_type=dtable.dtype)
+      dnorm += dw.astype(dnorm.dtype)
+    return (dtable, dnorm, dcritic), dh
 
   fold = lambda a: a.reshape(count, rows // count, *a.shape[2:])
   start = (head_table(grads), grads.norm, grads.value)

@@ -115,7 +115,7 @@ def gather_tree(tree, split):
 
 def reduce_gradients(grads, split):
   """Sums each device's partial gradients: whole leaves over seq, all over data."""
-  whole, parts = (jax.tree.map(lambda g, s: g if s == keep else None, grads, split) for keep in (False, True))
+  whole, parts = (jax.tree.map(lambda s, g: g if s == keep else None, split, grads) for keep in (False, True))
   whole = sum_over_tree(whole, (DATA, SEQ))
   if jax.tree.leaves(parts):
     parts = jax.tree.map(lambda g: lax.psum(g, DATA), parts)  # shards: too large to copy into one array

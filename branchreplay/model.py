@@ -21,6 +21,7 @@ from branchreplay import mesh
 from branchreplay.attention import at_least_f32
 from branchreplay.config import ModelConfig
 from branchreplay.deltanet import causal_conv, delta_rule
+from branchreplay.lora import attach, linear
 
 
 @struct.dataclass
@@ -118,8 +119,8 @@ def init(model: ModelConfig, key, dtype=jnp.float32) -> Params:
     std = EMBED_STD if name == 'embed' else fan_in**-0.5
     return jax.random.normal(k, shape, jnp.float32) * std
 
-  return jax.tree_util.tree_map_with_path(lambda p, s: leaf(p, s).astype(dtype), _shapes(model),
-                                          is_leaf=_is_shape)
+  params = jax.tree_util.tree_map_with_path(lambda p, s: leaf(p, s).astype(dtype), _shapes(model), is_leaf=_is_shape)
+  return attach(model, params, key) if model.lora_rank else params
 
 
 @functools.lru_cache
@@ -186,18 +187,19 @@ def rotate(x, tables):
 def mlp(model, block: Block, h):
   """Residual SwiGLU; h [..., D]."""
   x = _norm(model, h, block.mlp_norm)
-  return h + (jax.nn.silu(x @ block.mlp.gate) * (x @ block.mlp.up)) @ block.mlp.down
+  p = block.mlp
+  return h + linear(jax.nn.silu(linear(x, p.gate)) * linear(x, p.up), p.down)
 
 
 def attention_in(model: ModelConfig, block: Block, h, tables):
   """q [..., t, H, h] (scaled), k and v [..., t, K, h], gate [..., t, H*h] or None."""
   p, x = block.mixer, _norm(model, h, block.norm)
   heads = lambda y, n: y.reshape(*y.shape[:-1], n, model.head_dim)
-  q, k, v = heads(x @ p.q, model.heads), heads(x @ p.k, model.kv_heads), heads(x @ p.v, model.kv_heads)
+  q, k, v = (heads(linear(x, w), n) for w, n in ((p.q, model.heads), (p.k, model.kv_heads), (p.v, model.kv_heads)))
   if model.qk_norm:
     q, k = _norm(model, q, p.q_norm), _norm(model, k, p.k_norm)
   q, k = rotate(q, tables), rotate(k, tables)
-  return q * model.head_dim**-0.5, k, v, x @ p.gate if model.output_gate else None
+  return q * model.head_dim**-0.5, k, v, linear(x, p.gate) if model.output_gate else None
 
 
 def attention_out(model: ModelConfig, block: Block, h, o, gate):
@@ -205,18 +207,18 @@ def attention_out(model: ModelConfig, block: Block, h, o, gate):
   o = o.reshape(*h.shape[:-1], -1)
   if gate is not None:
     o = o * jax.nn.sigmoid(gate)
-  return mlp(model, block, h + o.astype(h.dtype) @ block.mixer.out)
+  return mlp(model, block, h + linear(o.astype(h.dtype), block.mixer.out))
 
 
 def delta_in(model: ModelConfig, block: Block, h):
   """q, k [..., key_heads, k], v [..., value_heads, v], beta, decay [..., value_heads], z like v."""
   p, x = block.mixer, _norm(model, h, block.norm)
   keys = model.delta_key_heads * model.delta_key_dim
-  qkv = x @ p.qkv
+  qkv = linear(x, p.qkv)
   key_heads = lambda y: y.reshape(*y.shape[:-1], model.delta_key_heads, model.delta_key_dim)
   value_heads = lambda y: y.reshape(*y.shape[:-1], model.delta_value_heads, model.delta_value_dim)
   return (key_heads(qkv[..., :keys]), key_heads(qkv[..., keys:2 * keys]), value_heads(qkv[..., 2 * keys:]),
-          x @ p.beta, x @ p.decay, value_heads(x @ p.z))
+          linear(x, p.beta), linear(x, p.decay), value_heads(linear(x, p.z)))
 
 
 def delta_gates(beta, decay, a_log, dt_bias, valid):
@@ -230,7 +232,7 @@ def delta_gates(beta, decay, a_log, dt_bias, valid):
 def delta_out(model: ModelConfig, block: Block, h, o, z):
   """Gated RMSNorm, projection, residual and MLP; o, z [..., value_heads, v]."""
   o = rms_norm(o.astype(h.dtype), block.mixer.norm, 0.0, model.norm_eps) * jax.nn.silu(z)
-  return mlp(model, block, h + o.reshape(*h.shape[:-1], -1) @ block.mixer.out)
+  return mlp(model, block, h + linear(o.reshape(*h.shape[:-1], -1), block.mixer.out))
 
 
 # ---------------------------------------------------------------- gated DeltaNet, head-sharded
@@ -327,6 +329,8 @@ def embed(params: Params, split: Params, tokens):
 def embed_backward(grads: Params, split: Params, tokens, dh) -> Params:
   """Adds dh [B, t, D] to the gradient of the embedding rows of `tokens`."""
   table = grads.embed
+  if table is None:  # frozen
+    return grads
   if not split.embed:
     return grads.replace(embed=table.at[tokens].add(dh.astype(table.dtype)))
   index = mesh.gather(tokens, 1) - mesh.seq_index() * table.shape[0]

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from branchreplay import mesh
 from branchreplay import state as states
 from branchreplay.config import ALL_SEGMENTS, ModelConfig, ReplayConfig
+from branchreplay.lora import trainable
 from branchreplay.model import Params
 from branchreplay.replay import Segment, extend, retract
 from branchreplay.state import Recurrent, State, StateCotangent
@@ -110,10 +111,11 @@ def pull(model: ModelConfig, replay: ReplayConfig, params: Params, split: Params
   return lax.fori_loop(jnp.int32(0), jnp.minimum(n, depth), step, start)[3]
 
 
-def zero_gradients(replay: ReplayConfig, params: Params) -> Params:
-  """Zeros like `params` in the dtype that gradients are summed in."""
+def zero_gradients(model: ModelConfig, replay: ReplayConfig, params: Params) -> Params:
+  """Zeros like `params` in the dtype that gradients are summed in; None where a leaf is frozen."""
   return jax.tree.map(
-      lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, replay.accumulate_dtype)), params)
+      lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, replay.accumulate_dtype)),
+      trainable(model, params))
 
 
 def scan_prefix(model: ModelConfig, replay: ReplayConfig, split: Params, prefix, length,
@@ -138,8 +140,8 @@ def scan_prefix(model: ModelConfig, replay: ReplayConfig, split: Params, prefix,
     params, captured = saved
     cotangent = StateCotangent(dstate.slots.k, dstate.slots.v, dstate.recurrent)
     grads = pull(model, replay, params, split, prefix, length, captured, cotangent,
-                 zero_gradients(replay, params))
-    return (jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params),)
+                 zero_gradients(model, replay, params))
+    return (jax.tree.map(lambda p, g: jnp.zeros_like(p) if g is None else g.astype(p.dtype), params, grads),)
 
   run.defvjp(forward, backward)
   return run(params)

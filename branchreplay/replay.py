@@ -21,7 +21,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from branchreplay import attention, mesh
+from branchreplay import attention, lora, mesh
 from branchreplay import model as layers
 from branchreplay.config import ModelConfig, ReplayConfig
 from branchreplay.model import Params
@@ -203,12 +203,12 @@ def retract(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
       used=node.slots.used - segment.tokens.size)), segment)
   tables = layers.rope_tables(model, view.position, attention.at_least_f32(params.embed.dtype))
 
-  def attend_back(block, kept, k_own, v_own, dk_own, dv_own, dh, dk, dv, layer, kind, is_split):
+  def attend_back(trained, whole, kept, k_own, v_own, dk_own, dv_own, dh, dk, dv, layer, kind):
     h, (o, lse) = kept['h'], kept['attention']
-    first = lambda p, h: layers.attention_in(model, mesh.gather_tree(p, is_split), h, tables)
-    last = lambda p, h, o, gate: layers.attention_out(model, mesh.gather_tree(p, is_split), h, o, gate)
-    (q, k, v, gate), pull_in = jax.vjp(first, block, h)
-    _, pull_out = jax.vjp(last, block, h, o, gate)
+    first = lambda p, h: layers.attention_in(model, whole(p), h, tables)
+    last = lambda p, h, o, gate: layers.attention_out(model, whole(p), h, o, gate)
+    (q, k, v, gate), pull_in = jax.vjp(first, trained, h)
+    _, pull_out = jax.vjp(last, trained, h, o, gate)
     dp_out, dh_out, do, dgate = pull_out(dh)
     window, dtype = _window(model, kind), lse.dtype
     delta = (o.astype(dtype) * do.astype(dtype)).sum(-1)
@@ -227,9 +227,9 @@ def retract(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
     dp = jax.tree.map(jnp.add, dp_in, dp_out)
     return dp, dh_in + dh_out, dk, dv, own[0][0], own[1][0]
 
-  def delta_back(block, kept, before, dh, dafter, is_split):
-    f = lambda p, h, d, c: layers.delta_layer(model, mesh.gather_tree(p, is_split), h, d, c, segment.length)
-    out, pull = jax.vjp(f, block, kept['h'], *before)
+  def delta_back(trained, whole, kept, before, dh, dafter):
+    f = lambda p, h, d, c: layers.delta_layer(model, whole(p), h, d, c, segment.length)
+    out, pull = jax.vjp(f, trained, kept['h'], *before)
     dp, dh, ddelta, dconv = pull(jax.tree.map(lambda c, o: c.astype(o.dtype), (dh, *dafter), out))
     return dp, dh, ddelta, dconv
 
@@ -239,16 +239,17 @@ def retract(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
     a, m = model.attention_per_repeat, model.deltanet_per_repeat
     grads = list(grads)
     for i in reversed(range(len(model.pattern))):
-      kind, is_split = model.pattern[i], split.blocks[i]
+      kind, trained = model.pattern[i], lora.trainable(model, blocks[i])
+      whole = lambda p, i=i: mesh.gather_tree(lora.join(p, blocks[i]), split.blocks[i])
       if kind == 'deltanet':
         m -= 1
-        dp, dh, d, c = delta_back(blocks[i], kept[i], (delta[m], conv[m]), dh, (ddelta[m], dconv[m]), is_split)
+        dp, dh, d, c = delta_back(trained, whole, kept[i], (delta[m], conv[m]), dh, (ddelta[m], dconv[m]))
         ddelta, dconv = ddelta.at[m].set(d.astype(ddelta.dtype)), dconv.at[m].set(c.astype(dconv.dtype))
       else:
         a -= 1
         layer = r * model.attention_per_repeat + a
-        dp, dh, dk, dv, dk1, dv1 = attend_back(blocks[i], kept[i], k[a], v[a], dk_own[a], dv_own[a],
-                                               dh, dk, dv, layer, kind, is_split)
+        dp, dh, dk, dv, dk1, dv1 = attend_back(trained, whole, kept[i], k[a], v[a], dk_own[a], dv_own[a],
+                                               dh, dk, dv, layer, kind)
         dk_own, dv_own = dk_own.at[a].set(dk1), dv_own.at[a].set(dv1)
       grads[i] = _add_at(grads[i], dp, r)
     return (dh, dk, dv, tuple(grads)), (dk_own, dv_own, ddelta, dconv)

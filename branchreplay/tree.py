@@ -188,7 +188,7 @@ def tree_function(mesh_, model: ModelConfig, replay: ReplayConfig, objective: Ob
                                                    1 / (len(trees.count) * rows))
       return grads, (loss, metrics, scores)
 
-    grads, out = lax.scan(step, zero_gradients(replay, params), trees)
+    grads, out = lax.scan(step, zero_gradients(model, replay, params), trees)
     return Result(*out, mesh.reduce_gradients(grads, split))
 
   return mesh.sharded(mesh_, local, (specs, tree_spec(tree)),

@@ -122,8 +122,9 @@ def roll_out(run: Run, functions: Functions, learner: Learner, examples, key) ->
   logprobs = [None] * len(examples) if found.logprobs is None else pick(found.logprobs)
   groups = batch.stack([batch.make_group(run.model, run.replay, e.prompt, t, sampler_logprobs=l, dtype=run.dtype)
                         for e, t, l in zip(examples, tokens, logprobs)])
-  if learner.reference is not None:
-    scores = batch_function(run, functions, 'score', groups)(learner.reference, groups)
+  reference = training.reference_of(run, learner)
+  if reference is not None:
+    scores = batch_function(run, functions, 'score', groups)(reference, groups)
     groups = groups.replace(ref_logprobs=np.asarray(scores.logprob))
   if train.overlong_buffer:
     shaped = shaped + overlong_penalty(length, train.max_new_tokens, train.overlong_buffer)

@@ -186,7 +186,7 @@ def main(flags):
         else:
           params = training.warm_up(run, evaluate, writer)
         writer.write({'stage': 'eval', 'step': 0, 'reward': evaluate(params, train.prompt_len)})
-        reference = jax.tree.map(jnp.copy, params) if training.needs_reference(run) else None
+        reference = jax.tree.map(jnp.copy, params) if training.keeps_reference(run) else None
         learner = training.on_mesh(run, learner._replace(
             params=params, opt_state=jax.jit(optimizer.init)(params), reference=reference))
         training.save(manager, 0, learner)

@@ -56,14 +56,14 @@ def functions_of(run: Run):
 
 def evaluate(run: Run, with_reference, losses, learner: Learner) -> dict:
   """Means over held-out pairs of the objective's metrics."""
-  groups = with_reference(learner.reference, make_groups(run, 'test', 0, run.train.eval_prompts))
+  groups = with_reference(training.reference_of(run, learner), make_groups(run, 'test', 0, run.train.eval_prompts))
   return {name: float(np.mean(value)) for name, value in losses(learner.params, groups).items()}
 
 
 def train_step(run: Run, functions, update, learner: Learner, step: int):
   """One update on `prompts` pairs; returns the learner and a metrics row."""
   started, (gradient, with_reference, _) = time.monotonic(), functions
-  groups = with_reference(learner.reference, make_groups(run, 'train', int(learner.cursor), run.train.prompts))
+  groups = with_reference(training.reference_of(run, learner), make_groups(run, 'train', int(learner.cursor), run.train.prompts))
   result = gradient(learner.params, groups)
   params, opt_state, norm, finite = update(learner.params, learner.opt_state, result.grads, result.loss.mean())
   row = {'stage': 'rl', 'step': step + 1, **{k: float(np.mean(v)) for k, v in result.metrics.items()},

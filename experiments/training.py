@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from branchreplay import batch, checkpoint, config, gradients, hf, mesh, model, objectives, sample, tasks
+from branchreplay import batch, checkpoint, config, gradients, hf, lora, mesh, model, objectives, sample, tasks
 from branchreplay.config import ObjectiveConfig, ReplayConfig, TrainConfig, UserError
 from experiments import common, guards, sources
 
@@ -80,7 +80,10 @@ def make_run(flags, kind: str = 'answer') -> Run:
                 accumulate_dtype='float64' if flags.dtype == 'float64' else 'float32')
   replay = dataclasses.replace(replay, **fitted)
   shape = hf.read_config(train.init) if train.init else config.preset(where.model)
-  shape = dataclasses.replace(shape, critic=train.objective == 'ppo')
+  shape = dataclasses.replace(shape, critic=train.objective == 'ppo', lora_rank=train.lora_rank, lora_alpha=train.lora_alpha,
+                              lora_targets=train.lora_targets)
+  if train.lora_rank and not train.init:
+    raise UserError('LoRA adapts a model that is trained already; name its checkpoint folder with --init.')
   config.check_model(shape)
   config.check_objective(objective)
   objectives.make_objective(train.objective, objective)
@@ -121,8 +124,11 @@ def make_optimizer(run: Run, learning_rate: float, ramp: int, decay_start: int =
   if decay:
     fall = optax.linear_schedule(learning_rate, learning_rate / 10, decay)
     schedule = optax.join_schedules([schedule, fall], [max(ramp, decay_start)])
-  return optax.chain(optax.clip_by_global_norm(run.train.clip_norm),
-                     optax.adamw(schedule, b2=0.99, weight_decay=run.train.weight_decay))
+  inner = optax.chain(optax.clip_by_global_norm(run.train.clip_norm),
+                      optax.adamw(schedule, b2=0.99, weight_decay=run.train.weight_decay))
+  free = lambda params: lora.trainable(run.model, params)  # frozen leaves have no moments
+  return optax.GradientTransformation(lambda params: inner.init(free(params)),
+                                      lambda grads, state, params: inner.update(grads, state, free(params)))
 
 
 def training_optimizer(run: Run):
@@ -164,6 +170,16 @@ def needs_reference(run: Run) -> bool:
   return bool(run.objective.kl_coef) or run.train.objective in objectives.NEEDS_REFERENCE
 
 
+def keeps_reference(run: Run) -> bool:
+  """Whether the reference policy is a second copy of parameters; with LoRA it is the model with its adapters off."""
+  return needs_reference(run) and not run.train.lora_rank
+
+
+def reference_of(run: Run, learner: Learner):
+  """Parameters of the reference policy; None where the objective reads none."""
+  return lora.off(learner.params) if needs_reference(run) and run.train.lora_rank else learner.reference
+
+
 def make_learner(run: Run, optimizer) -> Learner:
   """Initial parameters, or those of --init, laid over the mesh where they belong."""
   if run.train.init:
@@ -171,7 +187,7 @@ def make_learner(run: Run, optimizer) -> Learner:
   else:
     init = lambda key: model.init(run.model, key, run.dtype)
     params = jax.jit(init, out_shardings=run.shardings)(jax.random.key(run.train.seed))
-  reference = params if needs_reference(run) else None
+  reference = params if keeps_reference(run) else None
   return on_mesh(run, Learner(params, jax.jit(optimizer.init)(params), jax.random.key(run.train.seed + 1),
                               jnp.int32(0), reference))
 
@@ -195,7 +211,7 @@ def update_function(optimizer):
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     safe = jax.tree.map(lambda g: jnp.where(finite, g, 0), grads)
     updates, new_state = optimizer.update(safe, opt_state, params)
-    new_params = optax.apply_updates(params, updates)
+    new_params = jax.tree.map(lambda p, u: p if u is None else p + u.astype(p.dtype), params, updates)
     keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
     return keep(new_params, params), keep(new_state, opt_state), norm, finite & ~guards.spiked(new_state)
   return jax.jit(update, donate_argnums=(0, 1))

@@ -139,3 +139,20 @@ def test_trees_of_ready_made_conversations(files, capsys):
     with pytest.raises(SystemExit, match='2'):
       run('--steps=4', more, '--workdir=other')
     assert sentence in capsys.readouterr().err
+
+
+def test_lora_trains_adapters_and_exports_whole_matrices(files, checkpoint, capsys):
+  """The reference policy is the model with its adapters off; only adapted matrices differ in the export."""
+  run = lambda module, *more: common.run(module.define, module.main, [module.__name__, *more])
+  flags = [*files, *TINY, '--lora_rank=2', '--lora_targets=q,down', '--kl_coef=0.1', '--resample=0', '--samples=0', '--workdir=lora']
+  run(train, *flags, '--steps=4')
+  rows = [json.loads(line) for line in open('lora/metrics.jsonl')]
+  kl = [r['kl'] for r in rows if r['stage'] == 'rl']
+  assert kl[0] == pytest.approx(0, abs=1e-9) and kl[-1] > 0
+  run(export, '--workdir=lora', '--folder=merged')
+  before, after = load_file(checkpoint / 'model.safetensors'), load_file('merged/model.safetensors')
+  changed = {name for name in before if not np.array_equal(before[name], after[name])}
+  assert changed == {f'model.layers.0.{n}.weight' for n in ('self_attn.q_proj', 'mlp.down_proj')} and set(before) == set(after)
+  with pytest.raises(SystemExit, match='2'):
+    run(train, '--lora_rank=2', '--workdir=other')
+  assert 'name its checkpoint folder with --init' in capsys.readouterr().err

@@ -4,6 +4,7 @@ The host holds one tensor at a time: a stacked leaf is filled on its devices, ro
 by row, in place.
 """
 import contextlib
+import dataclasses
 import functools
 import os
 from pathlib import Path, PurePosixPath
@@ -15,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from branchreplay import mesh
+from branchreplay import lora, mesh
 from branchreplay import model as layers
 from branchreplay.config import ModelConfig, ReplayConfig, UserError
 from branchreplay.hf import names
@@ -32,9 +33,15 @@ def load(folder, model: ModelConfig, mesh_: jax.sharding.Mesh, replay: ReplayCon
          dtype='float32') -> Params:
   """Parameters of a checkpoint folder, in `dtype`, sharded as the engine wants them.
 
+  With a lora_rank, adapters that change nothing yet stand beside its matrices.
   Peak host memory beyond the result is about the largest tensor. UserError names
   the file or the tensors where something is missing, too much, corrupt or misshapen.
   """
+  if model.lora_rank:
+    base = load(folder, dataclasses.replace(model, lora_rank=0), mesh_, replay, dtype)
+    shapes = layers.shapes(model, jnp.dtype(dtype).name)
+    return jax.device_put(lora.attach(model, base, jax.random.key(0)), mesh.shardings(
+        mesh_, mesh.parameter_specs(shapes, mesh_.shape[mesh.SEQ], replay.shard_params)))
   dtype = jnp.dtype(dtype)
   if dtype == np.float64 and not jax.config.jax_enable_x64:
     raise UserError('float64 parameters need 64-bit JAX; run with --dtype=float64 or JAX_ENABLE_X64=1.')

@@ -3,6 +3,7 @@
 What is written depends on the arguments only: a second export has the same bytes.
 A file appears under its name when it is whole.
 """
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -12,6 +13,7 @@ import jax
 from jax import lax
 import numpy as np
 
+from branchreplay import lora
 from branchreplay.config import ModelConfig, UserError
 from branchreplay.hf import names
 from branchreplay.hf.config import make_config, read_json
@@ -63,8 +65,10 @@ def save(folder, params: Params, model: ModelConfig, source=None,
       tokenizer files are copied, and what its config.json says besides the shape.
     shard_bytes: weights over it are split into files of about that size, with an index.
 
-  UserError for a model that no architecture has, or a folder with other weights.
+  LoRA adapters are added to their matrices. UserError for a model that no architecture has, or a folder with other weights.
   """
+  if model.lora_rank:
+    params, model = lora.folded(params), dataclasses.replace(model, lora_rank=0)
   folder = Path(folder)
   base = read_json(Path(source) / 'config.json') if source is not None else {}
   if source is not None and folder.resolve() == Path(source).resolve():

@@ -1,0 +1,79 @@
+"""LoRA (arXiv:2106.09685): frozen matrices with a trained low-rank update beside them.
+
+With `lora_rank` in the model's configuration each matrix named in `lora_targets` is an
+`Adapted` node of the parameters. What is trained is a tree of its own: `trainable` keeps
+the adapters (and a critic's head) and puts None where a leaf is frozen, so gradients and
+optimizer moments of frozen leaves never exist. Letters: D inputs, F outputs, r rank.
+"""
+from typing import Any
+import zlib
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+
+from branchreplay.config import ModelConfig
+
+
+@struct.dataclass
+class Adapted:
+  """weight + scale a b."""
+  weight: Any  # [D, F], frozen
+  a: Any  # [D, r]
+  b: Any  # [r, F]
+  scale: float = struct.field(pytree_node=False, default=1.0)  # alpha / r
+
+
+def _is_adapted(x) -> bool:
+  return isinstance(x, Adapted)
+
+
+def linear(x, weight):
+  """x [..., D] times a matrix or an adapted one."""
+  if _is_adapted(weight):
+    return x @ weight.weight + x @ weight.a @ weight.b * weight.scale
+  return x @ weight
+
+
+def attach(model: ModelConfig, params, key):
+  """`params` with adapters that change nothing yet: a normal with std D^-0.5, b zero."""
+  def wrap(path, weight):
+    if path[0].name != 'blocks' or path[-1].name not in model.lora_targets:
+      return weight
+    repeats, inputs, outputs = weight.shape
+    k = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
+    a = jax.random.normal(k, (repeats, inputs, model.lora_rank), jnp.float32) * inputs**-0.5
+    return Adapted(weight, a.astype(weight.dtype), jnp.zeros((repeats, model.lora_rank, outputs), weight.dtype),
+                   model.lora_alpha / model.lora_rank)
+  return jax.tree_util.tree_map_with_path(wrap, params)
+
+
+def trainable(model: ModelConfig, tree):
+  """`tree`, parameters or a part or what is shaped like them, with None at frozen leaves."""
+  if not model.lora_rank:
+    return tree
+  def keep(path, x):
+    if _is_adapted(x):
+      return x.replace(weight=None)
+    return x if path[-1].name == 'value' else None
+  return jax.tree_util.tree_map_with_path(keep, tree, is_leaf=_is_adapted)
+
+
+def join(part, whole):
+  """`whole` with the leaves that `part` has."""
+  return jax.tree.map(lambda w, p: w if p is None else p, whole, part)
+
+
+def off(params):
+  """The parameters with adapters that change nothing: the reference policy, without a second copy."""
+  return jax.tree.map(lambda x: x.replace(b=jnp.zeros_like(x.b)) if _is_adapted(x) else x, params, is_leaf=_is_adapted)
+
+
+def folded(params):
+  """The parameters with every adapter added to its matrix, as a checkpoint without adapters holds them."""
+  def fold(x):
+    if not _is_adapted(x):
+      return x
+    wide = lambda y: y.astype(jnp.promote_types(y.dtype, jnp.float32))
+    return (wide(x.weight) + wide(x.a) @ wide(x.b) * x.scale).astype(x.weight.dtype)
+  return jax.tree.map(fold, params, is_leaf=_is_adapted)
