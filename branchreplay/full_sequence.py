@@ -9,7 +9,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from branchreplay import lora, mesh
+from branchreplay import lora, mesh, rope
 from branchreplay import model as layers
 from branchreplay.attention import at_least_f32
 from branchreplay.batch import Scores
@@ -74,7 +74,7 @@ def _delta_layer(model, block, h):
 
 def hidden(model, params: Params, tokens, sight=None):
   """Last layer's output [S, D] of tokens i32 [S] at positions 0..S-1; sight: see `plain_attention`."""
-  tables = layers.rope_tables(model, jnp.arange(tokens.size), at_least_f32(params.embed.dtype))
+  tables = rope.tables_of(model, jnp.arange(tokens.size), at_least_f32(params.embed.dtype))
 
   def repeat(h, blocks):
     for block, kind in zip(blocks, model.pattern):

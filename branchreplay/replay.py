@@ -21,7 +21,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from branchreplay import attention, lora, mesh
+from branchreplay import attention, lora, mesh, rope
 from branchreplay import model as layers
 from branchreplay.config import ModelConfig, ReplayConfig
 from branchreplay.model import Params
@@ -138,7 +138,7 @@ def extend(model: ModelConfig, replay: ReplayConfig, params: Params, split: Para
   and are never copied into it.
   """
   view = _view(model, cache, node, segment)
-  tables = layers.rope_tables(model, view.position, attention.at_least_f32(params.embed.dtype))
+  tables = rope.tables_of(model, view.position, attention.at_least_f32(params.embed.dtype))
 
   def attend(block, h, k_own, v_own, layer, kind):
     q, k, v, gate = layers.attention_in(model, block, h, tables)
@@ -201,7 +201,7 @@ def retract(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
   """
   view = _view(model, cache, node.replace(slots=node.slots.replace(
       used=node.slots.used - segment.tokens.size)), segment)
-  tables = layers.rope_tables(model, view.position, attention.at_least_f32(params.embed.dtype))
+  tables = rope.tables_of(model, view.position, attention.at_least_f32(params.embed.dtype))
 
   def attend_back(trained, whole, kept, k_own, v_own, dk_own, dv_own, dh, dk, dv, layer, kind):
     h, (o, lse) = kept['h'], kept['attention']

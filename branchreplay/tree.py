@@ -28,7 +28,7 @@ from branchreplay.config import ALL_SEGMENTS, ModelConfig, ReplayConfig, UserErr
 from branchreplay.gradients import Result
 from branchreplay.model import Params
 from branchreplay.objectives import Objective
-from branchreplay.prefix import Captured, zero_gradients
+from branchreplay.prefix import zero_gradients
 from branchreplay.replay import Segment, extend, retract
 from branchreplay.state import Recurrent, Slots, State, StateCotangent
 from branchreplay.trie import Tree

@@ -18,7 +18,7 @@ import numpy as np
 
 from branchreplay import checkpoint, metrics, tasks
 from branchreplay.config import UserError
-from experiments import common, sources, train, training
+from experiments import common, sources, train, training, warmup
 
 COMPILED = '/jax/core/compile/backend_compile_duration'
 
@@ -98,7 +98,7 @@ def main(flags):
     with (checkpoint.open_checkpoints(workdir) as manager, metrics.JsonlWriter(workdir / 'metrics.jsonl') as writer,
           common.sigterm('stopped; the soak begins anew.') as stop):
       learner = training.make_learner(run, optimizer)
-      params = training.warm_up(run, evaluate, writer)
+      params = warmup.warm_up(run, evaluate, writer)
       learner = training.on_mesh(run, learner._replace(params=params, opt_state=jax.jit(optimizer.init)(params)))
       learner = train.reinforce(run, learner, optimizer, 0, watched(writer, settings.every, rows), manager, evaluate, stop)
   same = common.provenance() | {'seed': run.train.seed, 'task': run.train.task, 'prompt_len': run.train.prompt_len}

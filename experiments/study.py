@@ -19,7 +19,7 @@ import numpy as np
 
 from branchreplay import metrics
 from branchreplay.config import UserError
-from experiments import common, plots, rollouts, train, training
+from experiments import common, plots, rollouts, train, training, warmup
 
 DEPTHS = 5  # parts of a document that quality rows tell apart
 
@@ -35,7 +35,7 @@ def warm_start(run, capacity: int, rollout=None):
   """Parameters after the supervised warm-up of a run, on the host; see `training.evaluator`."""
   with tempfile.TemporaryDirectory() as folder:
     with metrics.JsonlWriter(Path(folder) / 'metrics.jsonl') as writer:
-      return jax.device_get(training.warm_up(run, training.evaluator(run, capacity, rollout), writer))
+      return jax.device_get(warmup.warm_up(run, training.evaluator(run, capacity, rollout), writer))
 
 
 def start_learner(run, optimizer, params) -> training.Learner:

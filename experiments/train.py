@@ -21,7 +21,7 @@ import numpy as np
 
 from branchreplay import checkpoint, mesh, metrics, objectives
 from branchreplay.config import UserError
-from experiments import common, guards, plots, rollouts, training
+from experiments import common, guards, plots, rollouts, training, warmup
 from experiments.refresh import Kept, refresh
 from experiments.training import Learner, Run
 
@@ -184,7 +184,7 @@ def main(flags):
         if train.data_file or train.init:  # a warm-up is for the tasks, from scratch
           params = learner.params
         else:
-          params = training.warm_up(run, evaluate, writer)
+          params = warmup.warm_up(run, evaluate, writer)
         writer.write({'stage': 'eval', 'step': 0, 'reward': evaluate(params, train.prompt_len)})
         reference = jax.tree.map(jnp.copy, params) if training.keeps_reference(run) else None
         learner = training.on_mesh(run, learner._replace(

@@ -20,7 +20,7 @@ import numpy as np
 from branchreplay import checkpoint, metrics, objectives, sample, tasks, tree, trie, turns
 from branchreplay.config import UserError
 from branchreplay.turns import Trajectory
-from experiments import common, plots, training
+from experiments import common, plots, training, warmup
 from experiments.training import Learner, Run
 
 TURN_WISE = ('reinforce', 'grpo', 'dr_grpo')  # objectives that take an advantage for each token
@@ -225,7 +225,7 @@ def main(flags):
       if start is None:
         start = 0
         if not (train.data_file or train.init):  # single questions first, as the quickstart does
-          params = training.warm_up(run, training.evaluator(run, run.replay.prefix_capacity), writer)
+          params = warmup.warm_up(run, training.evaluator(run, run.replay.prefix_capacity), writer)
           learner = training.on_mesh(run, learner._replace(params=params, opt_state=jax.jit(optimizer.init)(params)))
         writer.write({'stage': 'eval', 'step': 0} | held_out(learner.params))
       stop.at_once = None  # from here on there is an update to save first

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from branchreplay import attention, batch, config, deltanet, mesh, model, state
+from branchreplay import attention, batch, config, deltanet, mesh, rope, state
 from branchreplay.config import UserError
 from tests.engine import REPLAY, SMALL, distance, flat, function, gradient, make, parameters
 
@@ -133,13 +133,13 @@ def test_rope_is_relative_at_a_million():
   q, k = (jnp.asarray(rng.normal(size=(1, 1, 128)), jnp.float32) for _ in range(2))
 
   def score(base):
-    turn = lambda x, at: model.rotate(x, model.rope_tables(shape, jnp.array([at]), jnp.float32))
+    turn = lambda x, at: rope.rotate(x, rope.tables_of(shape, jnp.array([at]), jnp.float32))
     return float((turn(q, base + 3) * turn(k, base)).sum())
 
   assert abs(score(1_000_000) - score(0)) < 2e-5
   # cos of base 8 million, to 1e-6 of float64
   at, f = 8_000_000, shape.rope_theta ** (-np.arange(0, 128, 2) / 128)
-  np.testing.assert_allclose(model.rope_tables(shape, jnp.array([at]), jnp.float32)[0][0], np.cos(at * f), atol=1e-6)
+  np.testing.assert_allclose(rope.tables_of(shape, jnp.array([at]), jnp.float32)[0][0], np.cos(at * f), atol=1e-6)
 
 
 def test_padding_never_enters_the_convolution_tail():

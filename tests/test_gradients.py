@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from branchreplay import config, full_sequence, mesh, model, objectives, prefix
+from branchreplay import config, full_sequence, mesh, model, objectives, prefix, rope
 from tests.engine import DEEP, OBJECTIVE, REPLAY, SMALL, distance, flat, function, gradient, make, parameters
 
 RAGGED = [20, 0, 1, 9, 8]
@@ -138,7 +138,7 @@ def test_vjp_of_scan_prefix_is_the_pullback():
   got = mesh.sharded(mesh.make_mesh(1, 1), local, (spec, spec), spec)(params, padded.reshape(2, 32))
 
   def keys(params):  # sum of every attention layer's keys, by the plain layers
-    tables = model.rope_tables(shape, jnp.arange(50), jnp.float64)
+    tables = rope.tables_of(shape, jnp.arange(50), jnp.float64)
     h, total = params.embed[jnp.asarray(tokens)], 0
     for r in range(2):
       delta, full = jax.tree.map(lambda x: x[r], params.blocks)

@@ -1,6 +1,5 @@
 """config.json <-> ModelConfig, for the architectures that the model computes exactly."""
 import json
-import math
 from pathlib import Path
 from typing import NamedTuple
 
