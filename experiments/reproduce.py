@@ -25,11 +25,12 @@ PARTS = {  # part: (minutes, the command after `bash launch.sh`)
                                        '--mode=exact,detached,depth=2'])
        for dtype in ('float64', 'float32') for model in ('tiny-hybrid', 'tiny-dense', 'tiny-window')},
     'memory': (4, ['memory', '--model=tiny-hybrid', '--prefix_len=16384,65536', '--branches=2,8']),
-    'speed': (10, ['speed', '--model=tiny-dense', '--prefix_len=8192', '--branch_len=128', '--branches=16',
-                   '--rounds=2', '--replay_batch=16']),
+    **{f'speed_{p}_{g}': (minutes, ['speed', '--model=tiny-dense', f'--prefix_len={p}', '--branch_len=128', f'--branches={g}',
+                                    f'--rounds={rounds}', f'--replay_batch={g}'])
+       for p, g, rounds, minutes in ((8192, 16, 2, 10), (2048, 8, 3, 2), (2048, 16, 3, 3))},
     'objectives': (25, ['objectives']),
-    'convergence_recall': (60, ['convergence']),
-    'convergence_needle': (60, ['convergence', '--task=needle']),
+    'convergence_recall': (35, ['convergence']),
+    'convergence_needle': (35, ['convergence', '--task=needle']),
     'fidelity': (15, ['fidelity']),
     'drift': (4, ['drift']),
     'work': (1, ['work']),
@@ -54,7 +55,7 @@ def define(flags):
 
 def file_of(part: str) -> str:
   """The JSONL file that a part's rows go to, as in experiments/results."""
-  return 'gradient_parity' if part.startswith('parity') else 'convergence' if part.startswith('convergence') else part
+  return {'parity': 'gradient_parity', 'convergence': 'convergence', 'speed': 'speed'}.get(part.split('_')[0], part)
 
 
 def run_part(part: str, folder: Path) -> None:
