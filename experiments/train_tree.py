@@ -8,7 +8,8 @@ that page, which hides another fact and asks for it. --branches calls are sample
 --answers answers forked from the state behind each page; their trajectories are merged into a tree and every
 distinct token is paid once. Advantages are taken a turn at a time. A record of --data_file is a tree,
 {"trajectories": [{"messages": [{"role", "content"}, ...], "reward": number}, ...]} or nested (data.py); what role
-assistant says is trained, tool results and others are not. A stopped run is taken up where its last checkpoint is.
+assistant says is trained, tool results and others are not; --prefix_capacity (else --prompt_len) is to hold the
+longest trajectory, whole segments for each of its nodes. A stopped run is taken up where its last checkpoint is.
 """
 import dataclasses
 import time
@@ -31,7 +32,6 @@ MAY_CHANGE = ('train.steps', 'train.eval_every', 'train.eval_prompts', 'train.ch
 class Trees:
   answers: int = 4  # answers forked behind each page
   page_len: int = 48  # tokens of a page and its question
-  trajectory_len: int = 1024  # with data_file: tokens of the longest trajectory, cut into whole segments for each node
   segments: int = 256  # with data_file: segments of the largest tree
 
 
@@ -54,14 +54,15 @@ def segments_for(run: Run, length: int) -> int:
   return -(-length // run.replay.segment_len)
 
 
-def fitted(run: Run, settings: Trees) -> Run:
-  """The run with room for the longest path of a tree, and for what is sampled behind a page."""
-  train, size = run.train, run.replay.segment_len
+def fitted(run: Run, settings: Trees, branch_capacity: int) -> Run:
+  """The run with room for the longest path of a tree (prefix_capacity) and for a response's tokens (branch_capacity; 0: fit)."""
+  train, path = run.train, run.replay.prefix_capacity
   if train.data_file:
-    path, columns = settings.trajectory_len, settings.trajectory_len
-  else:
+    columns = branch_capacity or path
+  else:  # the prompt, a node for each token of both turns, the page
     nodes = segments_for(run, train.prompt_len) + segments_for(run, settings.page_len + train.max_new_tokens)
-    path, columns = (nodes + 2 * train.max_new_tokens) * size, settings.page_len + 2 * train.max_new_tokens
+    path = max(path, (nodes + 2 * train.max_new_tokens) * run.replay.segment_len)
+    columns = max(branch_capacity, settings.page_len + 2 * train.max_new_tokens)
   wide = -(-columns // run.replay.branch_segment_len) * run.replay.branch_segment_len
   return run._replace(replay=dataclasses.replace(run.replay, prefix_capacity=path, branch_capacity=wide))
 
@@ -151,7 +152,7 @@ def gather_trees(run: Run, settings: Trees, functions: Functions, task, params, 
 # ---------------------------------------------------------------- training
 
 
-def make_functions(run: Run, settings: Trees, optimizer, task) -> Functions:
+def make_functions(run: Run, settings: Trees, optimizer) -> Functions:
   """The jitted functions; every tree of the run has the shapes of the empty ones here."""
   train = run.train
   empty = make_trees(run, settings, [np.zeros(1, np.int32)], [[]], [[]])
@@ -200,20 +201,18 @@ def check(run: Run, settings: Trees) -> None:
     raise UserError('trees are trained once on all that is sampled; leave --full_sequence, --samples, --inner_epochs and --offline out.')
   if settings.answers < 1 or train.eval_prompts % train.prompts:
     raise UserError('--answers must be at least 1, and --eval_prompts a multiple of --prompts.')
-  if not train.data_file and run.replay.segment_len * 2 > run.replay.prefix_capacity:
-    raise UserError('--segment_len is longer than the prompt; lower it.')
 
 
 def main(flags):
   settings, run = common.from_flags(flags, Trees()), training.make_run(flags, kind='trees')
-  run = fitted(run, settings)
+  run = fitted(run, settings, flags.branch_capacity)
   train = run.train
   check(run, settings)
   task = None if train.data_file else tasks.make_task(train.task, train.prompt_len)
   if task:
     tasks.lookup_example(task, 'train', 0, train.seed, settings.page_len)  # a page too short is said at once
   optimizer = training.training_optimizer(run)
-  functions = make_functions(run, settings, optimizer, task)
+  functions = make_functions(run, settings, optimizer)
   held_out = lambda params: evaluate(run, settings, functions, task, params)
   configuration = training.resolved(run) | {'trees': dataclasses.asdict(settings)}
   workdir = checkpoint.claim_workdir(run.where.workdir, configuration, MAY_CHANGE)

@@ -35,6 +35,20 @@ def test_shapes_of_no_sensible_size(tmp_path, change, sentence):
     hf.read_config(tmp_path)
 
 
+@pytest.mark.parametrize('bits', [0x01, 0x40])
+def test_an_archive_that_says_it_is_encrypted(tmp_path, bits):
+  fuzz.make_files(tmp_path)
+  held = bytearray((tmp_path / 'batch.npz').read_bytes())
+  for mark, at in ((b'PK\x03\x04', 6), (b'PK\x01\x02', 8)):  # the flags of a file's own header and of the directory's
+    place = held.find(mark)
+    while place >= 0:
+      held[place + at] |= bits
+      place = held.find(mark, place + 1)
+  (tmp_path / 'batch.npz').write_bytes(held)
+  with pytest.raises(UserError, match='batch.npz is no archive of plain arrays'):
+    hf.batch_sizes(tmp_path)
+
+
 def test_what_is_no_text_and_no_number(tmp_path):
   fuzz.make_files(tmp_path)
   (tmp_path / 'prompts.jsonl').write_text(json.dumps({'prompt': 'a', 'answer': '\ud800'}))

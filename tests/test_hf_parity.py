@@ -50,7 +50,6 @@ SETTINGS = [  # case, mode, dtype, devices, segment_len, branch_segment_len: eac
     ('dense_small', 'exact', 'float32', 8, 96, 16),
     ('dense_tied', 'exact', 'float64', 8, 32, 16),
     ('hybrid_small', 'exact', 'float64', 8, 64, 8),
-    ('hybrid_small', 'exact', 'float32', 1, 96, 16),
     ('llama_small', 'exact', 'float64', 1, 16, 12),
     ('mistral_small', 'exact', 'float64', 1, 16, 12),
 ]

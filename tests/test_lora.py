@@ -29,11 +29,10 @@ def gradient(shape, params, group, devices, full=False, **changes):
   return f(params, group)
 
 
-@pytest.mark.parametrize('devices, shard', [(1, False), (8, True)])
-def test_gradient_is_exact(devices, shard):
+def test_gradient_is_exact():
   """Against full sequences, and against the chain rule: da = scale dW b^T, db = scale a^T dW."""
   group, params = make(SHAPE, 61, [20, 0, 9]), adapted()
-  got = gradient(SHAPE, params, group, devices, shard_params=shard)
+  got = gradient(SHAPE, params, group, 8, shard_params=True)
   assert distance(got, gradient(SHAPE, params, group, 1, full=True)) <= 1e-10
   dense = gradient(BASE, lora.folded(params), group, 1).grads
   def chain(dw, x):
@@ -50,7 +49,7 @@ def test_frozen_leaves_have_no_gradient_and_no_moments():
   names = {path[-1].name for path, _ in jax.tree_util.tree_leaves_with_path(free)}
   assert names == {'a', 'b'} and len(jax.tree.leaves(free)) == 2 * (3 + 4)  # qkv, out, down of deltanet; q, v, out, down of attention
   group = make(SHAPE, 20, [4, 0, 5])
-  grads = gradient(SHAPE, params, group, 1).grads
+  grads = gradient(SHAPE, params, group, 8, shard_params=True).grads
   assert jax.tree.structure(grads) == jax.tree.structure(free)
   with_critic = dataclasses.replace(SHAPE, critic=True)
   kept = lora.trainable(with_critic, model.shapes(with_critic))
@@ -65,7 +64,7 @@ def test_new_adapters_change_nothing_and_fold_back():
   for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(lora.folded(lora.off(trained)))):
     np.testing.assert_array_equal(a, b)
   group = make(SHAPE, 20, [4, 0, 5])
-  scores = lambda shape, params: gradient(shape, params, group, 1).scores.logprob
+  scores = lambda shape, params: gradient(shape, params, group, 1, full=shape is SHAPE).scores.logprob
   np.testing.assert_allclose(scores(SHAPE, trained), scores(BASE, lora.folded(trained)), atol=1e-12)
   assert np.abs(scores(SHAPE, trained) - scores(BASE, plain)).max() > 1e-3
 
@@ -75,7 +74,8 @@ def test_memory_of_gradients_is_that_of_the_adapters():
   tuned = dataclasses.replace(shape, lora_rank=2, lora_targets=('q',))
   def held(shape):
     group = make(shape, 20, [4, 5])
-    f = gradients.gradient_function(mesh.make_mesh(1, 1), shape, REPLAY, objectives.make_objective('grpo', OBJECTIVE), group)
+    replay = dataclasses.replace(REPLAY, mode='detached')  # compiles in half the time
+    f = gradients.gradient_function(mesh.make_mesh(1, 1), shape, replay, objectives.make_objective('grpo', OBJECTIVE), group)
     report = f.lower(model.shapes(shape, 'float64'), group).compile().memory_analysis()
     return report.output_size_in_bytes, report.temp_size_in_bytes
   (full_out, full_temp), (out, temp) = held(shape), held(tuned)

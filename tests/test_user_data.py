@@ -124,7 +124,7 @@ def test_trees_of_ready_made_conversations(files, capsys):
   with open('trees.jsonl', 'w') as file:
     file.write((json.dumps(record) + '\n') * 10)
   flags = [files[0], *(f for f in TINY if not f.startswith(('--max_new', '--eval_samples'))), '--data_file=trees.jsonl',
-           '--workdir=trees', '--trajectory_len=96', '--segments=16']
+           '--workdir=trees', '--prefix_capacity=96', '--segments=16']
   run = lambda *more: common.run(train_tree.define, train_tree.main, ['train_tree', *flags, *more])
   run('--steps=2')
   run('--steps=4')
@@ -135,7 +135,7 @@ def test_trees_of_ready_made_conversations(files, capsys):
   assert [r['step'] for r in updates] == [1, 2, 3, 4]
   assert all(r['positions_full_sequences'] > 2 * r['positions'] for r in updates)
   for more, sentence in (('--branches=2', '4 trajectories, and --branches=2; raise it'), ('--objective=ppo', 'trees are trained by'),
-                         ('--samples=8', 'leave --full_sequence, --samples')):
+                         ('--samples=8', 'leave --full_sequence, --samples'), ('--prefix_capacity=32', 'raise --prefix_capacity to')):
     with pytest.raises(SystemExit, match='2'):
       run('--steps=4', more, '--workdir=other')
     assert sentence in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """A group of branches from a case folder's batch.npz, with everything an update needs."""
 from pathlib import Path
-import zipfile
 
 import numpy as np
 
@@ -43,10 +42,12 @@ def _arrays(file: Path) -> dict:
       if missing:
         raise UserError(f'{file} lacks {", ".join(missing)}; it needs {", ".join(INTEGERS + NUMBERS)}.')
       return {key: held[key] for key in INTEGERS + NUMBERS}
+  except UserError:
+    raise
   except OSError as error:
     reason = error.strerror or error
     raise UserError(f'{file} cannot be read ({reason}); name a case folder that holds it.')
-  except (ValueError, EOFError, zipfile.BadZipFile, TypeError) as error:
+  except Exception as error:  # a damaged archive fails in as many ways as zip files have fields
     raise UserError(f'{file} is no archive of plain arrays ({error}); write it with numpy.savez.')
 
 
