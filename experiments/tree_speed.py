@@ -29,7 +29,7 @@ class TreeSpeed:
   leaves: tuple[str, ...] = ('4', '16', '64')  # numbers of trajectories whose memory is compiled; the last fan-out changes
   segment_len: int = 256  # positions of a segment
   row_block: int = 256  # query rows per block of the attention loops
-  key_block: int = 512  # keys per block of the attention loops
+  key_block: int = 64  # keys per block of the attention loops; larger ones reach past the end of short paths
   devices: int = 8  # devices of the seq axis
   rounds: int = 3  # interleaved rounds; medians are reported
   out: str = ''  # JSONL file to append the row to
