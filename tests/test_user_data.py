@@ -137,7 +137,7 @@ def test_trees_of_ready_made_conversations(files, capsys):
   for more, sentence in (('--branches=2', '4 trajectories, and --branches=2; raise it'), ('--objective=ppo', 'trees are trained by'),
                          ('--samples=8', 'leave --full_sequence, --samples'), ('--prefix_capacity=32', 'raise --prefix_capacity to')):
     with pytest.raises(SystemExit, match='2'):
-      run('--steps=4', more, '--workdir=other')
+      run('--steps=4', more, f'--workdir={more[2:8]}')
     assert sentence in capsys.readouterr().err
 
 
