@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from flax import struct
 import numpy as np
 
-from branchreplay.batch import Group, make_group
+from branchreplay.batch import Group, check_tokens, make_group
 from branchreplay.config import ModelConfig, ReplayConfig, UserError
 
 
@@ -124,8 +124,10 @@ def make_tree(model: ModelConfig, replay: ReplayConfig, prompt, responses, *, se
   """
   prompt, size = np.asarray(prompt, np.int32), replay.segment_len
   group = make_group(model, replay, prompt[-1:], responses, **others)
+  check_tokens(model, prompt, 'the prompt')
   begin = max(prompt.size - 1, 0)
-  nodes = merge([np.concatenate([prompt, np.asarray(r, np.int32)]) for r in responses], begin)
+  sequences = [np.concatenate([prompt, np.asarray(r, np.int32)]) for r in responses]
+  nodes = merge(sequences, begin)
   rows = cut(nodes, size)
   count, longest = len(rows), max((row.path + 1 for row in rows), default=0)
   deepest = max((row.level for row in rows), default=1)
@@ -141,7 +143,7 @@ def make_tree(model: ModelConfig, replay: ReplayConfig, prompt, responses, *, se
   index = np.full(group.mask.shape, -1, np.int32)
   for r, row in enumerate(rows):
     members = nodes[row.node].members
-    sequence = np.concatenate([prompt, np.asarray(responses[members[0]], np.int32)])
+    sequence = sequences[members[0]]
     tokens[r, :row.end - row.begin] = sequence[row.begin:row.end]
     targets[r, :row.end - row.begin] = sequence[row.begin + 1:row.end + 1]
     elements = np.arange(max(row.begin, begin), row.end)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from branchreplay import checkpoint, mesh, metrics, objectives
+from branchreplay import mesh, metrics, objectives
 from branchreplay.config import UserError
 from experiments import common, guards, plots, rollouts, training, warmup
 from experiments.refresh import Kept, refresh
@@ -171,28 +171,24 @@ def main(flags):
   run = training.make_run(flags)
   train = run.train
   optimizer = training.training_optimizer(run)
-  workdir = checkpoint.claim_workdir(run.where.workdir, training.resolved(run), MAY_CHANGE)
   evaluate = training.evaluator(run, (1 if train.data_file else 4) * run.replay.prefix_capacity)
   started = time.monotonic()
-  with (checkpoint.only_writer(workdir), checkpoint.open_checkpoints(workdir) as manager,
-        common.sigterm('stopped before the first update; the same command begins anew, or where its checkpoint is.') as stop):
-    start, learner = training.restore(run, manager, training.make_learner(run, optimizer))
-    with metrics.JsonlWriter(workdir / 'metrics.jsonl', start or 0) as writer:
-      writer.write({'stage': 'start', 'step': start or 0} | common.provenance())
-      if start is None:
-        start = 0
-        if train.data_file or train.init:  # a warm-up is for the tasks, from scratch
-          params = learner.params
-        else:
-          params = warmup.warm_up(run, evaluate, writer)
-        writer.write({'stage': 'eval', 'step': 0, 'reward': evaluate(params, train.prompt_len)})
-        reference = jax.tree.map(jnp.copy, params) if training.keeps_reference(run) else None
-        learner = training.on_mesh(run, learner._replace(
-            params=params, opt_state=jax.jit(optimizer.init)(params), reference=reference))
-        training.save(manager, 0, learner)
-      stop.at_once = None  # from here on there is an update to save first
-      learner = reinforce(run, learner, optimizer, start, writer, manager, evaluate, stop)
-      finish(run, workdir, learner, evaluate, time.monotonic() - started)
+  with training.opened(run, optimizer, MAY_CHANGE) as held:
+    start, learner = held.start, held.learner
+    if start is None:
+      start = 0
+      if train.data_file or train.init:  # a warm-up is for the tasks, from scratch
+        params = learner.params
+      else:
+        params = warmup.warm_up(run, evaluate, held.writer)
+      held.writer.write({'stage': 'eval', 'step': 0, 'reward': evaluate(params, train.prompt_len)})
+      reference = jax.tree.map(jnp.copy, params) if training.keeps_reference(run) else None
+      learner = training.on_mesh(run, learner._replace(
+          params=params, opt_state=jax.jit(optimizer.init)(params), reference=reference))
+      training.save(held.manager, 0, learner)
+    held.stop.at_once = None  # from here on there is an update to save first
+    learner = reinforce(run, learner, optimizer, start, held.writer, held.manager, evaluate, held.stop)
+    finish(run, held.workdir, learner, evaluate, time.monotonic() - started)
 
 
 def finish(run: Run, workdir, learner: Learner, evaluate, seconds: float) -> None:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from branchreplay import batch, checkpoint, gradients, metrics, objectives
+from branchreplay import batch, gradients, objectives
 from branchreplay.config import UserError
 from experiments import common, training
 from experiments.training import Learner, Run
@@ -82,36 +82,19 @@ def main(flags):
   functions = functions_of(run)
   optimizer = training.training_optimizer(run)
   update = training.update_function(optimizer)
-  workdir = checkpoint.claim_workdir(run.where.workdir, training.resolved(run), MAY_CHANGE)
-  with (checkpoint.only_writer(workdir), checkpoint.open_checkpoints(workdir) as manager,
-        common.sigterm('stopped before the first update; the same command begins anew, or where its checkpoint is.') as stop):
-    learner = training.make_learner(run, optimizer)
-    start, learner = training.restore(run, manager, learner)
-    with metrics.JsonlWriter(workdir / 'metrics.jsonl', start or 0) as writer:
-      writer.write({'stage': 'start', 'step': start or 0} | common.provenance())
-      if start is None:
-        start = 0
-        learner = learner._replace(reference=jax.tree.map(jnp.copy, learner.reference))
-        writer.write({'stage': 'eval', 'step': 0} | evaluate(run, *functions[1:], learner))
-      stop.at_once = None  # from here on there is an update to save first
-      with metrics.Progress(train.steps, start) as progress:
-        for step in range(start, train.steps):
-          learner, row = train_step(run, functions, update, learner, step)
-          writer.write(row)
-          progress.update(step + 1, row['positions'], row['accuracy'], row['loss'])
-          last = step + 1 == train.steps
-          if last or (step + 1) % train.eval_every == 0:
-            writer.write({'stage': 'eval', 'step': step + 1} | evaluate(run, *functions[1:], learner))
-          if stop.asked and not last:
-            training.save_and_stop(manager, step + 1, learner)
-          if last or (step + 1) % train.checkpoint_every == 0:
-            training.save(manager, step + 1, learner)
-      held_out = evaluate(run, *functions[1:], learner)
+  step_of = lambda learner, step: train_step(run, functions, update, learner, step)
+  held_out = lambda learner: evaluate(run, *functions[1:], learner)
+  with training.opened(run, optimizer, MAY_CHANGE) as held:
+    learner = held.learner
+    if held.start is None:
+      learner = learner._replace(reference=jax.tree.map(jnp.copy, learner.reference))
+      held.writer.write({'stage': 'eval', 'step': 0} | held_out(learner))
+    final = held_out(training.updates(run, held, learner, step_of, held_out, 'accuracy'))
   common.log(f'{train.objective} on {train.data_file}: {train.steps} updates of {train.prompts} pairs; of held-out '
-             f'pairs {held_out["accuracy"]:.1%} have the larger margin on the chosen response.')
+             f'pairs {final["accuracy"]:.1%} have the larger margin on the chosen response.')
   row = common.provenance() | {
       'model': train.init or run.where.model, 'data_file': train.data_file, 'objective': train.objective,
-      'mode': run.replay.mode, 'seed': train.seed, 'steps': train.steps, 'held_out': held_out}
+      'mode': run.replay.mode, 'seed': train.seed, 'steps': train.steps, 'held_out': final}
   if run.where.out:
     common.append_row(run.where.out, row)
   common.emit(row)

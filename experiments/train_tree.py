@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from branchreplay import checkpoint, metrics, objectives, sample, tasks, tree, trie, turns
+from branchreplay import objectives, sample, tasks, tree, trie, turns
 from branchreplay.config import UserError
 from branchreplay.turns import Trajectory
 from experiments import common, plots, training, warmup
@@ -213,34 +213,17 @@ def main(flags):
     tasks.lookup_example(task, 'train', 0, train.seed, settings.page_len)  # a page too short is said at once
   optimizer = training.training_optimizer(run)
   functions = make_functions(run, settings, optimizer)
-  held_out = lambda params: evaluate(run, settings, functions, task, params)
-  configuration = training.resolved(run) | {'trees': dataclasses.asdict(settings)}
-  workdir = checkpoint.claim_workdir(run.where.workdir, configuration, MAY_CHANGE)
-  with (checkpoint.only_writer(workdir), checkpoint.open_checkpoints(workdir) as manager,
-        common.sigterm('stopped before the first update; the same command begins anew, or where its checkpoint is.') as stop):
-    start, learner = training.restore(run, manager, training.make_learner(run, optimizer))
-    with metrics.JsonlWriter(workdir / 'metrics.jsonl', start or 0) as writer:
-      writer.write({'stage': 'start', 'step': start or 0} | common.provenance())
-      if start is None:
-        start = 0
-        if not (train.data_file or train.init):  # single questions first, as the quickstart does
-          params = warmup.warm_up(run, training.evaluator(run, run.replay.prefix_capacity), writer)
-          learner = training.on_mesh(run, learner._replace(params=params, opt_state=jax.jit(optimizer.init)(params)))
-        writer.write({'stage': 'eval', 'step': 0} | held_out(learner.params))
-      stop.at_once = None  # from here on there is an update to save first
-      with metrics.Progress(train.steps, start) as progress:
-        for step in range(start, train.steps):
-          learner, row = train_step(run, settings, functions, task, learner, step)
-          writer.write(row)
-          progress.update(step + 1, row['positions'], row['reward'], row['loss'])
-          last = step + 1 == train.steps
-          if last or (step + 1) % train.eval_every == 0:
-            writer.write({'stage': 'eval', 'step': step + 1} | held_out(learner.params))
-          if stop.asked and not last:
-            training.save_and_stop(manager, step + 1, learner)
-          if last or (step + 1) % train.checkpoint_every == 0:
-            training.save(manager, step + 1, learner)
-  finish(run, settings, workdir)
+  held_out = lambda learner: evaluate(run, settings, functions, task, learner.params)
+  with training.opened(run, optimizer, MAY_CHANGE, trees=dataclasses.asdict(settings)) as held:
+    learner = held.learner
+    if held.start is None:
+      if not (train.data_file or train.init):  # single questions first, as the quickstart does
+        params = warmup.warm_up(run, training.evaluator(run, run.replay.prefix_capacity), held.writer)
+        learner = training.on_mesh(run, learner._replace(params=params, opt_state=jax.jit(optimizer.init)(params)))
+      held.writer.write({'stage': 'eval', 'step': 0} | held_out(learner))
+    step_of = lambda learner, step: train_step(run, settings, functions, task, learner, step)
+    training.updates(run, held, learner, step_of, held_out, 'reward')
+  finish(run, settings, held.workdir)
 
 
 def finish(run: Run, settings: Trees, workdir) -> None:

@@ -2,6 +2,7 @@
 
 `experiments/train.py` is the loop itself and reads top to bottom; `warmup.py` is what comes before it.
 """
+import contextlib
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from branchreplay import batch, checkpoint, config, hf, lora, mesh, model, objectives, sample, tasks
+from branchreplay import batch, checkpoint, config, hf, lora, mesh, metrics, model, objectives, sample, tasks
 from branchreplay.config import ObjectiveConfig, ReplayConfig, TrainConfig, UserError
 from experiments import common, guards, sources
 
@@ -45,6 +46,16 @@ class Run(NamedTuple):
   dtype: Any
   shardings: Any  # of the parameters
   source: sources.Source  # of prompts and rewards
+
+
+class Opened(NamedTuple):
+  """A run's work directory while it is this process's."""
+  workdir: Any
+  manager: Any  # of checkpoints
+  writer: Any  # of metrics rows
+  stop: Any  # knows of SIGTERM, see `common.sigterm`
+  start: int | None  # updates done before; None: a new run
+  learner: Any  # of the last checkpoint, or new
 
 
 class Learner(NamedTuple):
@@ -115,6 +126,41 @@ def resolved(run: Run) -> dict:
   parts = {name: dataclasses.asdict(getattr(run, name)) for name in ('model', 'train', 'replay', 'objective')}
   return parts | {'mesh': dict(run.mesh.shape), 'dtype': run.dtype.name,
                   'preset': run.train.init or run.where.model}
+
+
+@contextlib.contextmanager
+def opened(run: Run, optimizer, may_change, **more):
+  """Yields Opened: the run's work directory claimed (`more` joins its configuration), its learner restored or made."""
+  workdir = checkpoint.claim_workdir(run.where.workdir, resolved(run) | more, may_change)
+  with (checkpoint.only_writer(workdir), checkpoint.open_checkpoints(workdir) as manager,
+        common.sigterm('stopped before the first update; the same command begins anew, or where its checkpoint is.') as stop):
+    start, learner = restore(run, manager, make_learner(run, optimizer))
+    with metrics.JsonlWriter(workdir / 'metrics.jsonl', start or 0) as writer:
+      writer.write({'stage': 'start', 'step': start or 0} | common.provenance())
+      yield Opened(workdir, manager, writer, stop, start, learner)
+
+
+def updates(run: Run, held: 'Opened', learner: Learner, step_of, evaluate, shown: str) -> Learner:
+  """step_of(learner, step) -> (learner, row) for every update left, with evaluations and checkpoints on the way.
+
+  evaluate(learner) -> dict of an evaluation's row. shown: the value of a row that progress shows.
+  Raises Stopped, with all saved, once a stop is asked for.
+  """
+  train, start = run.train, held.start or 0
+  held.stop.at_once = None  # from here on there is an update to save first
+  with metrics.Progress(train.steps, start) as progress:
+    for step in range(start, train.steps):
+      learner, row = step_of(learner, step)
+      held.writer.write(row)
+      progress.update(step + 1, row['positions'], row[shown], row['loss'])
+      last = step + 1 == train.steps
+      if last or (step + 1) % train.eval_every == 0:
+        held.writer.write({'stage': 'eval', 'step': step + 1} | evaluate(learner))
+      if held.stop.asked and not last:
+        save_and_stop(held.manager, step + 1, learner)
+      if last or (step + 1) % train.checkpoint_every == 0:
+        save(held.manager, step + 1, learner)
+  return learner
 
 
 def make_optimizer(run: Run, learning_rate: float, ramp: int, decay_start: int = 0, decay: int = 0):

@@ -113,6 +113,8 @@ def test_capacities_are_checked():
     make([1, 2], [3, 4], levels=1)
   with pytest.raises(UserError, match='fills 18 segments of 16 positions, the capacity is 16; raise --prefix_capacity to 288'):
     trie.make_tree(SMALL, REPLAY, np.arange(270) % 40, [[1], [2]])
+  with pytest.raises(UserError, match='the prompt holds token id 40, outside the vocabulary of 40'):
+    trie.make_tree(SMALL, REPLAY, [40, 1], [[1], [2]])
   example, _ = problem(SMALL, np.random.default_rng(0), 3, [np.zeros(1, int)] * 2)
   with pytest.raises(UserError, match='mode=detached has no meaning for a tree'):
     tree.tree_function(mesh.make_mesh(1, 1), SMALL, dataclasses.replace(REPLAY, mode='detached'),
