@@ -2,8 +2,8 @@
 
 Letters: L attention layers, K kv heads, R query rows (branch, position and query
 group folded together), S key slots, h head_dim. Keys and values are head-major,
-so that every product is a 2-D matrix multiply. Loops run over the blocks that
-hold visible keys only (trip counts are traced).
+so that every product is a 2-D matrix multiply. Loops run over the pairs of blocks
+that see each other only (trip counts are traced).
 
 The keys that a segment sees lie in several ranges: the prefix's slots (read-only
 while branches run) and the node's own. Softmax statistics are float32 at least.
@@ -21,26 +21,34 @@ from branchreplay import mesh
 
 
 @struct.dataclass
+class Rows:
+  """What the mask needs to know of the query rows, and how they are blocked."""
+  position: Any  # i32 [R]
+  sight: Any  # i32 [R], the last position a row sees: its own where causal; -1: it sees nothing
+  branch: Any  # i32 [R]
+  window: int | None = struct.field(pytree_node=False)  # positions seen, own included
+  block: int = struct.field(pytree_node=False)  # rows per block; divides R
+
+
+@struct.dataclass
+class Span:
+  """Blocks first..last-1, one such range for each of [n] others."""
+  first: Any  # i32 [n]
+  last: Any  # i32 [n]
+
+
+@struct.dataclass
 class KeyRange:
-  """Keys visible to a segment: blocks first..last-1 of layer `layer`."""
+  """Keys of a layer, and which of their blocks the rows see; see `key_range`."""
   k: Any  # [L, K, S, h]
   v: Any  # [L, K, S, h]
   position: Any  # i32 [S]; FAR where a slot holds nothing
   branch: Any  # i32 [S], or None: visible to every branch
   layer: Any  # i32 []
-  first: Any  # i32 []
-  last: Any  # i32 []
+  keys: Span  # of key blocks, for each block of rows
+  rows: Span  # of row blocks, for each block of keys
+  whole: Any  # bool [row blocks, key blocks], where every row sees every key
   block: int = struct.field(pytree_node=False)  # keys per block; divides S
-
-
-@struct.dataclass
-class Rows:
-  """What the mask needs to know of the query rows, and how they are blocked."""
-  position: Any  # i32 [R]
-  sight: Any  # i32 [R], the last position a row sees: its own where causal
-  branch: Any  # i32 [R]
-  window: int | None = struct.field(pytree_node=False)  # positions seen, own included
-  block: int = struct.field(pytree_node=False)  # rows per block; divides R
 
 
 def at_least_f32(dtype):
@@ -50,6 +58,33 @@ def at_least_f32(dtype):
 def largest_divisor(n: int, limit: int) -> int:
   """The largest divisor of n that is at most `limit`."""
   return next(d for d in range(min(n, limit), 0, -1) if n % d == 0)
+
+
+def _spans(seen) -> Span:
+  """The first and behind the last True of each row of bool [n, m]; nothing is 0..0."""
+  count, some = seen.shape[1], seen.any(1)
+  last = count - jnp.argmax(seen[:, ::-1], 1)
+  return Span(jnp.where(some, jnp.argmax(seen, 1), 0).astype(jnp.int32), jnp.where(some, last, 0).astype(jnp.int32))
+
+
+def key_range(rows: Rows, k, v, position, branch, layer, block: int) -> KeyRange:
+  """Keys k, v [L, K, S, h] in blocks; what no row of a block sees of them costs nothing.
+
+  A block of keys counts as seen where the extremes of its positions and branches
+  and those of the rows leave it possible; the mask of `_scores` decides the rest.
+  """
+  of_keys = lambda x: [reduce(x.reshape(-1, block), 1)[None] for reduce in (jnp.min, jnp.max)]
+  of_rows = lambda x: [reduce(x.reshape(-1, rows.block), 1)[:, None] for reduce in (jnp.min, jnp.max)]
+  (oldest, newest), (least, most) = of_keys(position), of_rows(rows.sight)
+  seen, whole = oldest <= most, newest <= least
+  if rows.window is not None:
+    first, last = of_rows(rows.position)
+    seen, whole = seen & (newest > first - rows.window), whole & (oldest > last - rows.window)
+  if branch is not None:
+    (low, high), (low_row, high_row) = of_keys(branch), of_rows(rows.branch)
+    seen &= (high >= low_row) & (low <= high_row)
+    whole &= (low == high_row) & (high == low_row)
+  return KeyRange(k, v, position, branch, layer, _spans(seen), _spans(seen.T), whole, block)
 
 
 def _dot(a, b, contract):
@@ -75,17 +110,20 @@ def _rows_of(x, head, start, size):
   return lax.dynamic_slice(x, _index(head, start, *[0] * (x.ndim - 2)), (1, size) + x.shape[2:])[0]
 
 
-def _scores(q, k, rows, row, keys, key):
-  """Masked logits [rows, keys] of one block of rows against one block of keys."""
-  def at(x, start, size):
-    return lax.dynamic_slice_in_dim(x, start, size)
-  k_position = at(keys.position, key, keys.block)[None]
-  visible = k_position <= at(rows.sight, row, rows.block)[:, None]
-  if rows.window is not None:
-    visible &= k_position > at(rows.position, row, rows.block)[:, None] - rows.window
-  if keys.branch is not None:
-    visible &= at(keys.branch, key, keys.block)[None] == at(rows.branch, row, rows.block)[:, None]
-  return jnp.where(visible, _dot(q, k, (1, 1)), -jnp.inf)
+def _masked(scores, rows, keys, row, key, axis):
+  """-inf where a row does not see a key; scores of block `row` of the rows and block `key` of the keys, rows along `axis`."""
+  of_rows = lambda x: jnp.expand_dims(lax.dynamic_slice_in_dim(x, row * rows.block, rows.block), 1 - axis)
+  of_keys = lambda x: jnp.expand_dims(lax.dynamic_slice_in_dim(x, key * keys.block, keys.block), axis)
+
+  def mask(scores):
+    visible = of_keys(keys.position) <= of_rows(rows.sight)
+    if rows.window is not None:
+      visible &= of_keys(keys.position) > of_rows(rows.position) - rows.window
+    if keys.branch is not None:
+      visible &= of_keys(keys.branch) == of_rows(rows.branch)
+    return jnp.where(visible, scores, -jnp.inf)
+
+  return lax.cond(keys.whole[row, key], lambda x: x, mask, scores)
 
 
 def _finite(x):
@@ -93,12 +131,12 @@ def _finite(x):
 
 
 def _absorb(b, stats, head, q, row, rows, keys):
-  """One step of the online softmax: takes key block b into (o, max, sum)."""
+  """One step of the online softmax: takes key block b into (o, max, sum) of row block `row`."""
   o, top, total = stats
   start = b * keys.block
   k = _block(keys.k, keys.layer, head, start, keys.block).astype(q.dtype)
   v = _block(keys.v, keys.layer, head, start, keys.block).astype(q.dtype)
-  a = _scores(q, k, rows, row, keys, start)
+  a = _masked(_dot(q, k, (1, 1)), rows, keys, row, b, 0)
   new_top = jnp.maximum(top, a.max(-1))
   e = jnp.exp(a - _finite(new_top)[:, None])
   scale = jnp.exp(top - _finite(new_top))
@@ -117,13 +155,13 @@ def forward(q, rows: Rows, ranges: tuple[KeyRange, ...]):
   blocks = count // rows.block
 
   def one(t):
-    head, row = t // blocks, t % blocks * rows.block
-    qb = _rows_of(q, head, row, rows.block)
+    head, row = t // blocks, t % blocks
+    qb = _rows_of(q, head, row * rows.block, rows.block)
     stats = (jnp.zeros((rows.block, dim), dtype), jnp.full((rows.block,), -jnp.inf, dtype),
              jnp.zeros((rows.block,), dtype))
     for keys in ranges:
       absorb = functools.partial(_absorb, head=head, q=qb, row=row, rows=rows, keys=keys)
-      stats = lax.fori_loop(keys.first, keys.last, absorb, stats)
+      stats = lax.fori_loop(keys.keys.first[row], keys.keys.last[row], absorb, stats)
     return stats
 
   o, top, total = lax.map(one, jnp.arange(heads * blocks, dtype=jnp.int32))
@@ -159,34 +197,38 @@ def backward(q, rows: Rows, ranges: tuple[KeyRange, ...], lse, do, delta, cotang
   dtype = at_least_f32(q.dtype)
   lse = _finite(lse)
 
-  def against(j, carry, head, k, v, start, keys):
-    """Adds block j of the rows against one block of keys."""
+  def against(j, carry, head, k, v, b, keys):
+    """Adds block j of the rows against block b of the keys; everything is [keys, rows]."""
     dq, dk, dv = carry
     row = j * rows.block
     qb, dob, lseb, deltab = (_rows_of(x, head, row, rows.block) for x in (q, do, lse, delta))
-    p = jnp.exp(_scores(qb, k, rows, row, keys, start) - lseb[:, None])
-    dv = dv + _dot(p.astype(q.dtype), dob, (0, 0))
-    da = (p * (_dot(dob, v, (1, 1)) - deltab[:, None])).astype(q.dtype)
-    dk = dk + _dot(da, qb, (0, 0))
-    dqb = _rows_of(dq, head, row, rows.block) + _dot(da, k, (1, 0))
-    return lax.dynamic_update_slice(dq, dqb[None], _index(head, row, 0)), dk, dv
+    p = jnp.exp(_masked(_dot(k, qb, (1, 1)), rows, keys, j, b, 1) - lseb)
+    dv = dv + _dot(p.astype(q.dtype), dob, (1, 0))
+    da = (p * (_dot(v, dob, (1, 1)) - deltab)).astype(q.dtype)
+    dk = dk + _dot(da, qb, (1, 0))
+    at = _index(head, 0, row)
+    dqb = lax.dynamic_slice(dq, at, (1, dim, rows.block)) + _dot(k.T, da, (1, 0))
+    return lax.dynamic_update_slice(dq, dqb, at), dk, dv
 
-  def key_block(t, carry, keys):
+  def key_block(t, carry, keys, first, span):
     dq, dk_all, dv_all = carry
-    span = keys.last - keys.first
-    head, start = t // span, (keys.first + t % span) * keys.block
+    head, b = t // span, first + t % span
+    start = b * keys.block
     k = _block(keys.k, keys.layer, head, start, keys.block).astype(q.dtype)
     v = _block(keys.v, keys.layer, head, start, keys.block).astype(q.dtype)
     zero = jnp.zeros((keys.block, dim), dtype)
-    step = functools.partial(against, head=head, k=k, v=v, start=start, keys=keys)
-    dq, dk, dv = lax.fori_loop(0, count // rows.block, step, (dq, zero, zero))
+    step = functools.partial(against, head=head, k=k, v=v, b=b, keys=keys)
+    dq, dk, dv = lax.fori_loop(keys.rows.first[b], keys.rows.last[b], step, (dq, zero, zero))
     return (dq, _add_block(dk_all, dk, keys.layer, head, start),
             _add_block(dv_all, dv, keys.layer, head, start))
 
-  dq, out = jnp.zeros((heads, count, dim), dtype), []
+  dq, out = jnp.zeros((heads, dim, count), dtype), []  # transposed, so that no product contracts a first axis: those are slow on CPUs
   for keys, (dk, dv) in zip(ranges, cotangents):
-    step = functools.partial(key_block, keys=keys)
-    trips = (keys.last - keys.first) * heads
-    dq, dk, dv = lax.fori_loop(jnp.int32(0), trips, step, (dq, dk, dv))
+    seen = keys.rows.last > 0
+    first = jnp.argmax(seen).astype(jnp.int32)  # key blocks before it and from `last` on are seen by no row
+    last = jnp.where(seen, jnp.arange(1, seen.size + 1, dtype=jnp.int32), 0).max()
+    span = jnp.maximum(last - first, 0)
+    step = functools.partial(key_block, keys=keys, first=first, span=span)
+    dq, dk, dv = lax.fori_loop(jnp.int32(0), span * heads, step, (dq, dk, dv))
     out.append((dk, dv))
-  return dq, tuple(out)
+  return dq.swapaxes(1, 2), tuple(out)

@@ -9,6 +9,7 @@ import math
 
 LAYER_KINDS = ('full', 'window', 'deltanet')
 LORA_TARGETS = ('q', 'k', 'v', 'out', 'gate', 'qkv', 'z', 'beta', 'decay', 'up', 'down')  # matrices of a layer
+KEEPS = ('state', 'attention', 'layers')  # of a prefix's forward: its state only; attention's output and LSE; each layer's input too
 ALL_SEGMENTS = 2**30  # more segments than any prefix has
 
 
@@ -75,6 +76,7 @@ class ReplayConfig:
   block_len: int = 1  # branch tokens that see each other in attention (block diffusion); 1: causal
   replay_batch: int = 1  # branches replayed at once; memory grows with it
   mode: str = 'exact'  # exact | detached | depth=K: prefix segments to pull through
+  keep: str = 'state'  # state | attention | layers | auto: what the pull need not compute again, by the memory there is
   key_block: int = 256  # keys per block of the attention loops
   row_block: int = 128  # query rows per block of the attention loops
   vocab_rows: int = 1024  # positions whose logits exist at once
@@ -95,6 +97,11 @@ class ReplayConfig:
     if self.mode.startswith('depth='):
       return int(self.mode[6:])
     return {'exact': ALL_SEGMENTS, 'detached': 0}[self.mode]
+
+  @property
+  def kept(self) -> str:
+    """What a capture keeps: nothing for a pull that never comes, or while `auto` is not settled."""
+    return self.keep if self.pull_depth and self.keep in KEEPS else 'state'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,6 +208,12 @@ PRESETS = {
     'tiny-window': ModelConfig(
         pattern=('deltanet', 'window'), repeats=2, head_dim=16, rotary_fraction=0.5,
         delta_key_dim=16, delta_value_dim=16, window=96, tied_embeddings=True),
+    # What compare.py, roofline.py and the peers' figures run: Qwen3 and Qwen3.5 of 4 layers.
+    'bench': ModelConfig(
+        vocab_size=512, width=256, mlp_width=768, repeats=4, head_dim=64),
+    'bench-hybrid': dataclasses.replace(
+        QWEN3_5, vocab_size=512, width=256, mlp_width=768, repeats=1, heads=4, kv_heads=2, head_dim=64,
+        delta_key_heads=2, delta_value_heads=4, delta_key_dim=64, delta_value_dim=64),
     # Shapes of public checkpoints, as the config.json on their Hugging Face pages gives them.
     # Qwen/Qwen3-0.6B, Qwen/Qwen3-8B
     'qwen3-0.6b': ModelConfig(
@@ -268,6 +281,7 @@ def check_replay(replay: ReplayConfig, seq: int, branches: int) -> None:
              f'use {name}={-(-length // seq) * seq}.')
   _require(replay.branch_segment_len % replay.block_len == 0,
            f'block_len={replay.block_len} does not divide branch_segment_len={replay.branch_segment_len}; change either.')
+  _require(replay.keep in (*KEEPS, 'auto'), f'unknown keep {replay.keep!r}; use {", ".join(KEEPS)} or auto.')
   check_mode(replay.mode)
 
 
@@ -305,7 +319,8 @@ def check_objective(objective: ObjectiveConfig) -> None:
 
 
 def check_train(train: TrainConfig, data: int) -> None:
-  """Raises UserError for counts or rates out of range."""
+  """Raises UserError for counts or rates out of range; `data` is the number of the mesh's rows."""
+  _require(data >= 1, f'data={data}; it must be at least 1.')
   for field in dataclasses.fields(train):
     value = getattr(train, field.name)
     _require(not isinstance(value, float) or math.isfinite(value), f'{field.name}={value}; it must be finite.')

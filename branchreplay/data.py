@@ -19,6 +19,7 @@ import json
 import math
 import os
 from pathlib import Path
+import sys
 from typing import NamedTuple
 
 import numpy as np
@@ -127,7 +128,8 @@ def _is_chat(value) -> bool:
 
 
 def _is_number(value) -> bool:
-  return isinstance(value, (int, float)) and not isinstance(value, bool)
+  """Whether a JSON value is a number that a float can hold (NaN and infinities are)."""
+  return isinstance(value, float) or (type(value) is int and abs(value) <= sys.float_info.max)
 
 
 def _check(value: dict, where: str, kind: str) -> None:

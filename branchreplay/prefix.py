@@ -2,9 +2,12 @@
 
 `scan_prefix` has a custom VJP, so `state, pullback = jax.vjp(scan_prefix, ...)`
 is all there is to it: forward keeps the state and the recurrent state before
-each segment, no activations; backward replays the segments in reverse order.
+each segment, and of the activations what ReplayConfig.keep says (nothing unless
+asked); backward replays the segments in reverse order.
 Trip counts are traced: one compilation serves every length up to the capacity.
 """
+from typing import Any
+
 from flax import struct
 import jax
 from jax import lax
@@ -13,11 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 from branchreplay import mesh
 from branchreplay import state as states
+from branchreplay.attention import at_least_f32
 from branchreplay.config import ALL_SEGMENTS, ModelConfig, ReplayConfig
 from branchreplay.lora import trainable
 from branchreplay.model import Params
 from branchreplay.replay import Segment, extend, retract
-from branchreplay.state import Recurrent, State, StateCotangent
+from branchreplay.state import Recurrent, Slots, State, StateCotangent
 
 
 @struct.dataclass
@@ -25,13 +29,23 @@ class Captured:
   """A captured prefix: its state, and what the pullback needs besides."""
   state: State
   history: Recurrent  # leaves [n, M, 1, ...], the recurrent state before each segment
+  kept: Any = None  # of each segment's forward, leaves [n, repeats, 1, t, ...]; see ReplayConfig.keep
 
 
-CAPTURED_SPEC = Captured(states.STATE_SPEC, Recurrent(P(None, None, None, mesh.SEQ),
-                                                      P(None, None, None, None, mesh.SEQ)))
+CAPTURED_SPEC = Captured(states.STATE_SPEC, Recurrent(P(None, None, None, mesh.SEQ), P(None, None, None, None, mesh.SEQ)),
+                         P(None, None, None, mesh.SEQ))
 # Captures of N prefixes, stacked in front.
 STACKED_CAPTURED = jax.tree.map(lambda s: P(mesh.DATA, *s), CAPTURED_SPEC,
                                 is_leaf=lambda s: isinstance(s, P))
+
+
+def kept_bytes(model: ModelConfig, replay: ReplayConfig, seq: int, dtype) -> dict[str, int]:
+  """Bytes a device that each of config.KEEPS holds beside the state of a prefix as long as the capacity."""
+  item = jnp.dtype(dtype).itemsize
+  positions = replay.prefix_segments * replay.segment_len // seq
+  lse = jnp.dtype(at_least_f32(dtype)).itemsize
+  attended = model.repeats * model.attention_per_repeat * model.heads * (model.head_dim * item + lse)
+  return {'state': 0, 'attention': positions * attended, 'layers': positions * (attended + model.layers * model.width * item)}
 
 
 def segment_count(prefix, length):
@@ -50,22 +64,35 @@ def _node(model, count, recurrent, dtype) -> State:
 
 def capture(model: ModelConfig, replay: ReplayConfig, params: Params, split: Params, prefix,
             length) -> Captured:
-  """Runs the prefix forward. prefix i32 [n, t] (this device's slice), length i32 []."""
+  """Runs the prefix forward. prefix i32 [n, t] (this device's slice), length i32 [].
+
+  With replay.keep it holds on to what the pull would compute again: attention's output
+  and LSE, or each layer's input too.
+  """
   dtype, count = params.embed.dtype, prefix.shape[1]
   slots = states.empty_slots(model, states.slot_count(replay, prefix.size), dtype)
   recurrent = states.empty_recurrent(model, dtype)
   history = jax.tree.map(lambda x: jnp.zeros((prefix.shape[0], *x.shape), x.dtype), recurrent)
 
+  def run(i, slots, recurrent):
+    segment, node = _segment(prefix, length, i), _node(model, count, recurrent, dtype)
+    node, _, kept = extend(model, replay, params, split, slots, node, segment, keep=replay.kept != 'state')
+    if replay.kept == 'attention':
+      kept = [place.attention for place in kept]
+    return states.append(slots, node.slots), node.recurrent, kept
+
   def step(i, carry):
-    slots, recurrent, history = carry
-    history = jax.tree.map(lambda h, x: lax.dynamic_update_index_in_dim(h, x, i, 0), history, recurrent)
-    node, _, _ = extend(model, replay, params, split, slots, _node(model, count, recurrent, dtype),
-                        _segment(prefix, length, i))
-    return states.append(slots, node.slots), node.recurrent, history
+    slots, recurrent, history, kept = carry
+    put = lambda h, x: lax.dynamic_update_index_in_dim(h, x, i, 0)
+    history = jax.tree.map(put, history, recurrent)
+    slots, recurrent, new = run(i, slots, recurrent)
+    return slots, recurrent, history, jax.tree.map(put, kept, new)
 
   n = segment_count(prefix, length)
-  slots, recurrent, history = lax.fori_loop(jnp.int32(0), n, step, (slots, recurrent, history))
-  return Captured(State(slots, recurrent), history)
+  kept = jax.eval_shape(run, jnp.int32(0), slots, recurrent)[2]
+  kept = jax.tree.map(lambda x: jnp.zeros((prefix.shape[0], *x.shape), x.dtype), kept)
+  slots, recurrent, history, kept = lax.fori_loop(jnp.int32(0), n, step, (slots, recurrent, history, kept))
+  return Captured(State(slots, recurrent), history, kept)
 
 
 def advance(model: ModelConfig, replay: ReplayConfig, params: Params, split: Params, state: State, tokens, length,
@@ -96,12 +123,14 @@ def pull(model: ModelConfig, replay: ReplayConfig, params: Params, split: Params
   def step(j, carry):
     dk, dv, drecurrent, grads = carry
     i = n - 1 - j
-    before = jax.tree.map(lambda h: lax.dynamic_index_in_dim(h, i, 0, False), captured.history)
+    before, kept = jax.tree.map(lambda h: lax.dynamic_index_in_dim(h, i, 0, False), (captured.history, captured.kept))
     segment, at = _segment(prefix, length, i), i * count
-    earlier = captured.state.slots.replace(used=jnp.int32(at))
-    node, _, kept = extend(model, replay, params, split, earlier, _node(model, count, before, dtype),
-                           segment, keep=True)
-    own = lambda x: lax.dynamic_slice_in_dim(x, at, count, 2)
+    slots = captured.state.slots
+    earlier, own = slots.replace(used=jnp.int32(at)), lambda x, axis=2: lax.dynamic_slice_in_dim(x, at, count, axis)
+    if replay.kept == 'layers':
+      node = State(Slots(own(slots.k), own(slots.v), own(slots.position, 0), own(slots.branch, 0), jnp.int32(count)), before)
+    else:
+      node, _, kept = extend(model, replay, params, split, earlier, _node(model, count, before, dtype), segment, True, kept)
     dk, dv, dnode, grads = retract(
         model, replay, params, split, earlier, node, before, segment, kept, dh, dk, dv,
         StateCotangent(own(dk), own(dv), drecurrent), grads)

@@ -28,6 +28,9 @@ from branchreplay.model import Params
 from branchreplay.state import FAR, Recurrent, Slots, State, StateCotangent
 
 
+OWN_BLOCK = 64  # a node's own keys are blocked by its segments' slots, or so many, so that few blocks hold two branches
+
+
 @struct.dataclass
 class Segment:
   tokens: Any  # i32 [B, t], this device's inputs
@@ -37,11 +40,18 @@ class Segment:
 
 
 @struct.dataclass
+class Kept:
+  """What `retract` needs of a segment's forward at one place of the pattern; leaves [repeats, ...]."""
+  h: Any  # [B, t, D], the layer's input
+  attention: Any = None  # (o [B, t, H, h], lse [B, t, H]) of an attention layer
+
+
+@struct.dataclass
 class View:
   """What a segment's attention layers share: where its rows and its keys are."""
   position: Any  # i32 [t], positions of this device's rows
   rows: Any  # i32 [R], position of every row of all devices, R = B*T*G
-  sight: Any  # i32 [R], the last position each sees
+  sight: Any  # i32 [R], the last position each sees; -1 of padding
   branch: Any  # i32 [R]
   cache: Slots  # slots of the prefix; unused ones at FAR
   own: Slots  # the node's slots, the segment's included; its k and v are not used
@@ -62,30 +72,23 @@ def _view(model: ModelConfig, cache: Slots, node: State, segment: Segment) -> Vi
       branch=put(node.slots.branch, fold(branch, (batch, t))), used=node.slots.used + batch * t)
   offset = jnp.arange(steps, dtype=jnp.int32)[:, None]
   everywhere, ends = segment.start + offset, segment.start + (offset // segment.block + 1) * segment.block - 1
+  ends = jnp.where(offset[None] < segment.length[:, None, None], ends, -1)
   filled = jnp.arange(cache.position.size) < cache.used
   fold_rows = lambda x: fold(x, (batch, steps, group))
   return View(position, fold_rows(everywhere), fold_rows(ends), fold_rows(branch[..., None]),
               cache.replace(position=jnp.where(filled, cache.position, FAR)), own, node.slots.used)
 
 
-def _key_ranges(replay: ReplayConfig, view: View, k, v, layer, window):
-  """The keys a layer's rows see: the cache, and own keys k, v [K, S, h]."""
-  def span(slots):
-    size = slots.position.size
-    block = attention.largest_divisor(size, replay.key_block)
-    first = jnp.int32(0)
-    if window is not None:  # slots at or before the oldest row's horizon, in whole blocks
-      first = (slots.position <= view.rows[0] - window).sum(dtype=jnp.int32) // block
-    last = (slots.used + block - 1) // block
-    return jnp.minimum(first, last), last, block
+def _attention_problem(model, replay, view: View, k, v, layer, kind):
+  """The rows of a layer of `kind`, and the keys they see: the cache, and own keys k, v [K, S, h]."""
+  rows = attention.Rows(view.rows, view.sight, view.branch, model.window if kind == 'window' else None,
+                        attention.largest_divisor(view.rows.size, replay.row_block))
   cache, own = view.cache, view.own
-  return (attention.KeyRange(cache.k, cache.v, cache.position, None, layer, *span(cache)),
-          attention.KeyRange(k[None], v[None], own.position, own.branch, jnp.int32(0), *span(own)))
-
-
-def _rows(model, replay, view, window):
-  block = attention.largest_divisor(view.rows.size, replay.row_block)
-  return attention.Rows(view.rows, view.sight, view.branch, window, block)
+  block = lambda slots, limit: attention.largest_divisor(slots.position.size, limit)
+  return rows, (
+      attention.key_range(rows, cache.k, cache.v, cache.position, None, layer, block(cache, replay.key_block)),
+      attention.key_range(rows, k[None], v[None], own.position, own.branch, jnp.int32(0),
+                          block(own, min(replay.key_block, max(view.position.size, OWN_BLOCK)))))
 
 
 def _fold_rows(model, x):
@@ -112,10 +115,6 @@ def _head_major(x, dtype):
   return jnp.moveaxis(x, 2, 0).reshape(x.shape[2], -1, x.shape[3]).astype(dtype)
 
 
-def _window(model, kind):
-  return model.window if kind == 'window' else None
-
-
 def _by_repeat(model, state: State):
   """Leaves [L or M, ...] -> [repeats, layers a repeat, ...], to scan over repeats."""
   stack = lambda x, per: x.reshape(model.repeats, per, *x.shape[1:])
@@ -129,47 +128,50 @@ def _join(x):
 
 
 def extend(model: ModelConfig, replay: ReplayConfig, params: Params, split: Params, cache: Slots,
-           node: State, segment: Segment, keep: bool = False):
+           node: State, segment: Segment, keep: bool = False, attended=None):
   """Runs `segment` forward on (cache, node).
 
   Returns the node after it, the last layer's output h [B, t, D], and with `keep`
-  what `retract` needs: each layer's input, and attention's output and LSE
-  (otherwise None). The cache is only read: own keys come out of the layer scan
-  and are never copied into it.
+  what `retract` needs, a `Kept` of each place in the pattern (otherwise None). The
+  cache is only read: own keys come out of the layer scan and are never copied into
+  it. attended: the (o, lse) of each place from an earlier run, which spares attention.
   """
   view = _view(model, cache, node, segment)
   tables = rope.tables_of(model, view.position, attention.at_least_f32(params.embed.dtype))
 
-  def attend(block, h, k_own, v_own, layer, kind):
+  def attend(block, h, k_own, v_own, layer, kind, known):
     q, k, v, gate = layers.attention_in(model, block, h, tables)
     put = lambda x, y: lax.dynamic_update_slice_in_dim(x, _head_major(y, x.dtype), view.at, 1)
     k_own, v_own = put(k_own, k), put(v_own, v)
-    window = _window(model, kind)
-    ranges = _key_ranges(replay, view, k_own, v_own, layer, window)
-    partial = attention.forward(_fold_rows(model, q), _rows(model, replay, view, window), ranges)
-    o, lse = attention.merge(*partial, _row_shape(model, segment))
-    o, lse = _unfold(model, o).astype(h.dtype), _unfold(model, lse)
+    if known is None:
+      problem = _attention_problem(model, replay, view, k_own, v_own, layer, kind)
+      o, lse = attention.merge(*attention.forward(_fold_rows(model, q), *problem), _row_shape(model, segment))
+      o, lse = _unfold(model, o).astype(h.dtype), _unfold(model, lse)
+    else:
+      o, lse = known
     return layers.attention_out(model, block, h, o, gate), k_own, v_own, (o, lse)
 
   def repeat(h, xs):
-    blocks, k, v, delta, conv, r = xs
+    blocks, k, v, delta, conv, known, r = xs
     a, m, ks, vs, deltas, convs, kept = 0, 0, [], [], [], [], []
-    for block, is_split, kind in zip(blocks, split.blocks, model.pattern):
+    for block, is_split, kind, known in zip(blocks, split.blocks, model.pattern, known):
       block = mesh.gather_tree(block, is_split)
-      kept.append({'h': h})
+      kept.append(Kept(h))
       if kind == 'deltanet':
         h, d, c = layers.delta_layer(model, block, h, delta[m], conv[m], segment.length)
         deltas, convs, m = deltas + [d], convs + [c], m + 1
       else:
         layer = r * model.attention_per_repeat + a
-        h, k1, v1, kept[-1]['attention'] = attend(block, h, k[a], v[a], layer, kind)
+        h, k1, v1, found = attend(block, h, k[a], v[a], layer, kind, known)
+        kept[-1] = kept[-1].replace(attention=found)
         ks, vs, a = ks + [k1], vs + [v1], a + 1
     stack = lambda new, old: jnp.stack(new) if new else old
     out = (stack(ks, k), stack(vs, v), stack(deltas, delta), stack(convs, conv))
     return h, (out, kept if keep else None)
 
   h = layers.embed(params, split, segment.tokens)
-  xs = (params.blocks, *_by_repeat(model, node), jnp.arange(model.repeats, dtype=jnp.int32))
+  xs = (params.blocks, *_by_repeat(model, node), attended or [None] * len(model.pattern),
+        jnp.arange(model.repeats, dtype=jnp.int32))
   h, ((k, v, delta, conv), kept) = lax.scan(repeat, h, xs)
   own = view.own.replace(k=_join(k), v=_join(v))
   return State(own, Recurrent(_join(delta), _join(conv))), h, kept
@@ -204,20 +206,19 @@ def retract(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
   tables = rope.tables_of(model, view.position, attention.at_least_f32(params.embed.dtype))
 
   def attend_back(trained, whole, kept, k_own, v_own, dk_own, dv_own, dh, dk, dv, layer, kind):
-    h, (o, lse) = kept['h'], kept['attention']
+    h, (o, lse) = kept.h, kept.attention
     first = lambda p, h: layers.attention_in(model, whole(p), h, tables)
     last = lambda p, h, o, gate: layers.attention_out(model, whole(p), h, o, gate)
     (q, k, v, gate), pull_in = jax.vjp(first, trained, h)
     _, pull_out = jax.vjp(last, trained, h, o, gate)
     dp_out, dh_out, do, dgate = pull_out(dh)
-    window, dtype = _window(model, kind), lse.dtype
+    dtype = lse.dtype
     delta = (o.astype(dtype) * do.astype(dtype)).sum(-1)
     packed = jnp.concatenate([do.astype(dtype), lse[..., None], delta[..., None]], -1)
     packed = _fold_rows(model, packed)
     do, lse, delta = packed[..., :-2].astype(q.dtype), packed[..., -2], packed[..., -1]
-    ranges = _key_ranges(replay, view, k_own, v_own, layer, window)
     dq, ((dk, dv), own) = attention.backward(
-        _fold_rows(model, q), _rows(model, replay, view, window), ranges, lse, do, delta,
+        _fold_rows(model, q), *_attention_problem(model, replay, view, k_own, v_own, layer, kind), lse, do, delta,
         ((dk, dv), (dk_own[None], dv_own[None])))
     dq = _unfold(model, mesh.scatter_sum(dq.reshape(*_row_shape(model, segment), -1), 2))
     spent = lambda x, like: jnp.moveaxis(
@@ -229,7 +230,7 @@ def retract(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
 
   def delta_back(trained, whole, kept, before, dh, dafter):
     f = lambda p, h, d, c: layers.delta_layer(model, whole(p), h, d, c, segment.length)
-    out, pull = jax.vjp(f, trained, kept['h'], *before)
+    out, pull = jax.vjp(f, trained, kept.h, *before)
     dp, dh, ddelta, dconv = pull(jax.tree.map(lambda c, o: c.astype(o.dtype), (dh, *dafter), out))
     return dp, dh, ddelta, dconv
 

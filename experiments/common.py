@@ -28,6 +28,7 @@ import jax
 import jaxlib
 import numpy as np
 
+from branchreplay import config, prefix
 from branchreplay.config import UserError
 from branchreplay.metrics import strict_json
 
@@ -175,6 +176,26 @@ def sigterm(sentence: str):
 def emit(row: dict) -> None:
   """Prints a row as one line of strict JSON on stdout."""
   print(strict_json(row), flush=True)
+
+
+def device_bytes() -> int:
+  """Memory of one device: an accelerator's own, or its share of the machine's."""
+  stats = jax.local_devices()[0].memory_stats() or {}
+  if 'bytes_limit' in stats:
+    return stats['bytes_limit']
+  return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') // jax.local_device_count()
+
+
+def fit_keep(model, replay, seq: int, dtype, captures: int = 1):
+  """`replay` with keep=auto settled: the most that fits in an eighth of a device's memory, `captures` times.
+
+  Of all its memory, so that a run taken up on the same machine does as it did before.
+  """
+  if replay.keep != 'auto':
+    return replay
+  room = device_bytes() // 8
+  sizes = prefix.kept_bytes(model, replay, seq, dtype)
+  return dataclasses.replace(replay, keep=[keep for keep in config.KEEPS if captures * sizes[keep] <= room][-1])
 
 
 def append_row(path: str | os.PathLike, row: dict) -> None:

@@ -115,6 +115,21 @@ def speed_table(rows) -> list[dict]:
   return table
 
 
+def compare_table(rows) -> list[dict]:
+  """Seconds and MiB of an update of each system on each case."""
+  return [{k: r[k] for k in ('case', 'prefix_len', 'branches', 'branch_len', 'peer', 'seconds', 'over_ours', 'update_mib', 'rel_l2')}
+          for r in rows]
+
+
+def roofline_table(rows) -> list[dict]:
+  """Seconds of an exact update over prefix length, and what a P + b P^2 makes of them (least squares of relative errors)."""
+  p, seconds = (np.array([r[k] for r in rows], float) for k in ('prefix_len', 'seconds'))
+  a, b = np.linalg.lstsq(np.stack([p, p**2], 1) / seconds[:, None], np.ones(len(p)), rcond=None)[0]
+  phases = ('capture', 'replay', 'pull')
+  return [{'model': r['model'], 'prefix_len': r['prefix_len'], 'seconds': r['seconds'], 'fitted': a * r['prefix_len'] + b * r['prefix_len']**2}
+          | {f'{phase}_{what}': r[f'{phase}_{what}'] for what in ('s', 'share') for phase in phases} for r in rows]
+
+
 # ---- drawing: (figure, table)
 
 
@@ -217,6 +232,30 @@ def draw_speed(figure, table):
   left.legend(), right.legend()
 
 
+def draw_compare(figure, table):
+  left, right = figure.subplots(1, 2)
+  cases, peers = (list(dict.fromkeys(r[k] for r in table)) for k in ('case', 'peer'))
+  for axes, value, label in ((left, 'seconds', 'seconds an update'), (right, 'update_mib', 'MiB an update adds at its peak')):
+    for i, peer in enumerate(peers):
+      own = [r for r in table if r['peer'] == peer]
+      axes.bar([cases.index(r['case']) + i * 0.8 / len(peers) for r in own], [r[value] for r in own], 0.8 / len(peers), label=peer)
+    axes.set(xticks=np.arange(len(cases)) + 0.3, yscale='log', ylabel=label)
+    axes.set_xticklabels([c.replace('_', '\n') for c in cases], fontsize=7)
+  left.legend(fontsize=7)
+
+
+def draw_roofline(figure, table):
+  left, right = figure.subplots(1, 2)
+  p = [r['prefix_len'] for r in table]
+  left.plot(p, [r['seconds'] for r in table], 'o', label='measured')
+  left.plot(p, [r['fitted'] for r in table], '-', label='a P + b P²')
+  left.set(xscale='log', yscale='log', xlabel='prefix positions P', ylabel='seconds of an exact update')
+  for phase in ('capture', 'replay', 'pull'):
+    right.plot(p, [r[f'{phase}_share'] for r in table], 'o-', label=phase)
+  right.set(xscale='log', xlabel='prefix positions P', ylabel="share of the machine's matrix-multiply rate", ylim=(0, 1))
+  left.legend(), right.legend()
+
+
 def of_task(table, task):
   return lambda rows: table([r for r in rows if r['task'] == task])
 
@@ -231,6 +270,8 @@ FIGURES = {  # name: (file of rows, table, drawing, size in inches)
     'drift': ('drift', drift_table, draw_drift, (10, 4)),
     'work': ('work', work_table, draw_work, (9, 4)),
     'speed': ('speed', speed_table, draw_speed, (10, 4)),
+    'compare': ('compare', compare_table, draw_compare, (12, 4)),
+    'roofline': ('roofline', roofline_table, draw_roofline, (10, 4)),
     'objectives': ('objectives', lambda rows: curve_table(rows, 'objective'), draw_curves, (6, 4)),
     'block_diffusion': ('block_diffusion', lambda rows: curve_table(rows, 'arm'), draw_curves, (6, 4)),
 }

@@ -17,7 +17,7 @@ from branchreplay.config import ObjectiveConfig, ReplayConfig, TrainConfig, User
 from experiments import common, guards, sources
 
 REPLAY = ReplayConfig(segment_len=512, branch_segment_len=8, prefix_capacity=0, branch_capacity=0,
-                      replay_batch=8)
+                      replay_batch=8, keep='auto')
 
 
 def define(flags):
@@ -106,6 +106,7 @@ def make_run(flags, kind: str = 'answer') -> Run:
     raise UserError('ready-made responses come without a sampler\'s log-probs, which --kl_in=reward reads; use --kl_in=loss.')
   mesh_ = mesh.make_mesh(where.data, where.seq)
   config.check_replay(replay, mesh_.shape[mesh.SEQ], train.branches)
+  replay = common.fit_keep(shape, replay, mesh_.shape[mesh.SEQ], flags.dtype, train.groups_at_once)
   if train.prompt_len > replay.prefix_capacity + 1:
     raise UserError(f'prompt_len={train.prompt_len} is longer than the capacity of {replay.prefix_capacity + 1}; '
                     f'raise --prefix_capacity to {train.prompt_len} or leave it at 0 to fit.')

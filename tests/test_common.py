@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from branchreplay import config, prefix
 from branchreplay.config import ReplayConfig, UserError
 from experiments import common
 
@@ -208,3 +209,14 @@ def test_sigterm_stops_at_once_or_is_remembered():
       common.run(lambda flags: absl_flags.DEFINE_bool('late', False, '', flag_values=flags), main, ['x', flag, '--dtype=float32'])
     assert stop.value.code == 0 and error.getvalue().strip() == sentence
   assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_keep_auto_is_the_most_that_fits(monkeypatch):
+  shape, replay = config.preset('bench'), ReplayConfig(keep='auto', prefix_capacity=8192)
+  sizes = prefix.kept_bytes(shape, replay, 2, 'float32')
+  assert 0 == sizes['state'] < sizes['attention'] < sizes['layers'] == 4096 * 4 * 4 * (256 + 4 + 256)
+  for room, captures, keep in ((sizes['layers'], 1, 'layers'), (sizes['layers'], 2, 'attention'), (sizes['layers'] - 1, 1, 'attention'),
+                               (sizes['attention'] - 1, 1, 'state')):
+    monkeypatch.setattr(common, 'device_bytes', lambda: 8 * room)
+    assert common.fit_keep(shape, replay, 2, 'float32', captures).keep == keep
+    assert common.fit_keep(shape, dataclasses.replace(replay, keep='attention'), 2, 'float32').keep == 'attention'

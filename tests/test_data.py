@@ -55,6 +55,9 @@ def test_held_out_records_are_not_trained_on(tmp_path):
     ('{"prompt": "a", "chosen": "b"}', 'pairs', 'line 2: "rejected" is missing'),
     ('{"prompt": "a", "responses": ["b"], "rewards": [1, 2]}', 'offline', 'line 2: responses are texts and rewards'),
     ('{"prompt": "a", "responses": ["b"], "rewards": ["1"]}', 'offline', 'line 2: responses are texts and rewards'),
+    ('{"prompt": "a", "responses": ["b"], "rewards": [1%s]}' % ('0' * 400), 'offline', 'line 2: responses are texts and rewards'),
+    ('{"trajectories": [{"messages": [{"role": "user", "content": "a"}], "reward": 1%s}]}' % ('0' * 400), 'trees',
+     'line 2: give "trajectories"'),
     ('"\ud800"', 'answer', 'line 2')])
 def test_malformed_lines_are_named(tmp_path, line, kind, sentence):
   good = {'prompt': 'a', 'answer': '1', 'responses': ['b'], 'rewards': [1], 'chosen': 'b', 'rejected': 'c',

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from branchreplay import config, full_sequence, mesh, model, objectives, prefix, rope
+from branchreplay import config, full_sequence, gradients, mesh, model, objectives, prefix, rope
+from experiments import memory
 from tests.engine import DEEP, OBJECTIVE, REPLAY, SMALL, distance, flat, function, gradient, make, parameters
 
 RAGGED = [20, 0, 1, 9, 8]
@@ -99,6 +100,30 @@ def test_depth_is_a_dial_between_detached_and_exact():
   assert distance(detached, exact) > 0.05 and distance(one, exact) > 0.01 and distance(one, detached) > 0.01
   dial = lambda mode: dataclasses.replace(REPLAY, mode=mode).pull_depth
   assert dial('depth=0') == dial('detached') == 0 and dial('depth=2') == 2 and dial('exact') > 10**6
+
+
+@pytest.mark.parametrize('shape, devices, keep', [
+    (SMALL, 1, 'attention'), pytest.param(DEEP, 8, 'attention', marks=pytest.mark.slow), pytest.param(DEEP, 8, 'layers', marks=pytest.mark.slow)])
+def test_what_a_capture_keeps_changes_nothing(shape, devices, keep):
+  group = make(shape, 77, [20, 0, 1, 9])
+  assert distance(gradient(shape, group, devices, keep=keep), gradient(shape, group, devices)) <= 1e-14
+
+
+def test_a_capture_that_keeps_layers_serves_several_updates():
+  sizes, group = dataclasses.replace(REPLAY, keep='layers'), make(SMALL, 77, [20, 0, 1, 9])
+  mesh_ = mesh.make_mesh(1, 2)
+  captured = gradients.capture_function(mesh_, SMALL, sizes, group)(parameters(SMALL), group)
+  update = gradients.gradient_function(mesh_, SMALL, sizes, objectives.make_objective('grpo', OBJECTIVE), group, with_captured=True)
+  assert distance(update(parameters(SMALL), group, captured), gradient(SMALL, group, 1)) <= 1e-13
+
+
+def test_bytes_that_a_capture_keeps():
+  group, mesh_ = make(SMALL, 77, RAGGED), mesh.make_mesh(1, 2)
+  held = lambda **changes: memory.state_bytes(mesh_, SMALL, dataclasses.replace(REPLAY, **changes), parameters(SMALL), group)[0]
+  for keep, size in prefix.kept_bytes(SMALL, REPLAY, 2, 'float64').items():
+    assert held(keep=keep) - held() == size and (size > 0) == (keep != 'state')
+    assert held(keep=keep, mode='detached') == held()  # no pull, nothing to keep for it
+  assert held(keep='auto') == held()  # not settled
 
 
 def test_one_compilation_for_all_lengths():

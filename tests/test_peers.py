@@ -6,6 +6,7 @@ float64 values, kept in tests/cases.
 """
 import dataclasses
 from pathlib import Path
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +18,15 @@ from branchreplay import hf, mesh
 from branchreplay import model as layers
 from branchreplay.config import ReplayConfig, preset
 from branchreplay.full_sequence import hidden
+from experiments import compare
 from tests.test_hf_parity import relative, replayed
+from tests.test_scripts import rows_of
 
 try:
   import torch
   import transformers
 except ImportError as error:
-  pytest.skip(f'{error}; pip install -r tests/requirements-peers.txt', allow_module_level=True)
+  pytest.skip(f'{error}; pip install -r experiments/peers/requirements-torch.txt', allow_module_level=True)
 
 transformers.utils.logging.set_verbosity_error()
 CASES = Path(__file__).parent / 'cases'
@@ -106,6 +109,14 @@ def test_a_model_begun_here(dtype, tmp_path):
   assert config.dtype == getattr(torch, dtype)
   tokens = tokens_for(tmp_path)
   close(our_logits(tmp_path, tokens), peer_logits(peer(tmp_path), tokens))
+
+
+def test_compare_runs_them(capsys):
+  """The workers of compare.py, each in its own process."""
+  pytest.importorskip('prefix_grouper')
+  rows = rows_of(compare, capsys, f'--case={CASES}/dense_small', '--peers=hf,prefix_grouper', '--rounds=1', f'--torch_venv={sys.prefix}')
+  assert [row['peer'] for row in rows] == ['ours', 'hf', 'prefix_grouper']
+  assert all(row['rel_l2'] < 1e-4 and row['loss'] == pytest.approx(rows[0]['loss'], abs=1e-5) for row in rows)
 
 
 SMALL = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=4,

@@ -1,0 +1,134 @@
+"""What capture, replay and pull reach of the machine's own matrix-multiply rate, over prefix length.
+
+    bash launch.sh roofline --prefix_len=1024,2048,4096,8192,16384,32768,65536 --out=experiments/results/roofline.jsonl
+
+One compilation serves all lengths (its seconds are in the row); the rate is that of a product of
+square matrices on all devices at once, measured before each length. FLOPs are those of the matrix
+products that are run, recomputation included, pairs that the causal mask hides left out, as in
+work.py. Pull is the exact update's time less the detached one's, both on a capture made before.
+About 15 minutes on 2 cores, most of them at 65,536. Expected: seconds that fit a P + b P^2, capture
+above 60% and pull above 50% of the rate at 32,768.
+"""
+import dataclasses
+import time
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+
+from branchreplay import config, gradients, mesh, model, objectives
+from branchreplay.config import ModelConfig, ObjectiveConfig, ReplayConfig, UserError
+from experiments import common, problems, work
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+  model: str = 'bench'  # preset, see config.py
+  repeats: int = 0  # of the preset's layer pattern, if more than 0
+  prefix_len: tuple[str, ...] = ('8192', '32768')  # tokens of the prompt, a row each
+  branch_len: int = 128  # tokens of a response
+  branches: int = 4  # responses of the prompt
+  segment_len: int = 1024  # positions of a prefix segment
+  keep: str = 'auto'  # state | attention | layers | auto: what the pull need not compute again
+  row_block: int = 256  # query rows per block of the attention loops
+  key_block: int = 256  # keys per block of the attention loops
+  devices: int = 2  # devices of the seq axis
+  rounds: int = 3  # medians are reported
+  matrix: int = 1024  # rows and columns of the square matrices
+  out: str = ''  # JSONL file to append the rows to
+
+
+def define(flags):
+  common.define_flags(flags, Roofline())
+
+
+def seconds(function, *arguments, rounds: int) -> float:
+  """Median time of a call."""
+  seen = []
+  for _ in range(rounds):
+    started = time.perf_counter()
+    jax.block_until_ready(function(*arguments))
+    seen.append(time.perf_counter() - started)
+  return float(np.median(seen))
+
+
+def matmul_rate(mesh_, size: int, dtype: str, rounds: int) -> float:
+  """FLOPs a second of `size` x `size` products, one after another on each device, all devices together."""
+  count = max(1, int(2e10 / (2 * size**3)))
+  def local(a):
+    return jax.lax.fori_loop(0, count, lambda _, x: a[0] @ x * (1 / size), a[0])[None]
+  a = jnp.ones((mesh_.shape[mesh.SEQ], size, size), dtype)
+  run = mesh.sharded(mesh_, local, (P(mesh.SEQ),), P(mesh.SEQ))
+  jax.block_until_ready(run(a))
+  return mesh_.shape[mesh.SEQ] * count * 2 * size**3 / seconds(run, a, rounds=rounds)
+
+
+def phase_flops(shape: ModelConfig, keep: str, prefix_len: int, branches: int, branch_len: int) -> dict:
+  """FLOPs of capture, replay and pull; a retract's linear layers count 3 forwards and its attention 2.5."""
+  linear, keys = work.linear_flops(shape), work.key_flops(shape, 0, prefix_len)
+  again = {'state': (1, 1), 'attention': (1, 0), 'layers': (0, 0)}[keep]
+  head = 2.0 * shape.width * shape.vocab_size * branch_len * 4
+  return {'capture': linear * prefix_len + keys,
+          'replay': branches * (4 * linear * branch_len + 3.5 * work.key_flops(shape, prefix_len, branch_len) + head),
+          'pull': (3 + again[0]) * linear * prefix_len + (2.5 + again[1]) * keys}
+
+
+def compiled_phases(settings: Roofline, longest: int, dtype: str):
+  """The model, replay settings and mesh; (capture, replay, replay and pull) compiled; a maker of arguments; seconds."""
+  shape = config.preset(settings.model)
+  shape = dataclasses.replace(shape, repeats=settings.repeats or shape.repeats)
+  replay = ReplayConfig(
+      segment_len=settings.segment_len, branch_segment_len=settings.branch_len, prefix_capacity=longest,
+      branch_capacity=settings.branch_len, replay_batch=settings.branches, keep=settings.keep,
+      row_block=settings.row_block, key_block=settings.key_block)
+  mesh_ = mesh.make_mesh(1, settings.devices)
+  config.check_model(shape)
+  config.check_replay(replay, settings.devices, settings.branches)
+  replay = common.fit_keep(shape, replay, settings.devices, dtype)
+  objective = objectives.make_objective('grpo', ObjectiveConfig())
+  group_of = lambda length: problems.random_group(shape, replay, length, settings.branches, settings.branch_len,
+                                                  np.dtype('float32'), kl=False)
+  group, params = group_of(1), model.init(shape, jax.random.key(0), dtype)
+  started = time.perf_counter()
+  capture = gradients.capture_function(mesh_, shape, replay, group).lower(params, group).compile()
+  captured = jax.eval_shape(gradients.capture_function(mesh_, shape, replay, group), params, group)
+  captured = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), captured, capture.output_shardings)
+  update = lambda mode: gradients.gradient_function(
+      mesh_, shape, dataclasses.replace(replay, mode=mode), objective, group, with_captured=True).lower(
+          params, group, captured).compile()
+  functions = capture, update('detached'), update('exact')
+  took = time.perf_counter() - started
+  arguments = lambda length: jax.device_put((params, group_of(length)), capture.input_shardings[0])
+  return shape, replay, mesh_, functions, arguments, took
+
+
+def main(flags):
+  settings = common.from_flags(flags, Roofline())
+  lengths = common.whole_numbers('prefix_len', settings.prefix_len, 1)
+  if min(settings.rounds, settings.branches, settings.branch_len, settings.matrix) < 1 or settings.repeats < 0:
+    raise UserError('rounds, branches, branch_len and matrix must be at least 1, repeats at least 0.')
+  shape, replay, mesh_, (capture, detached, exact), arguments, took = compiled_phases(settings, max(lengths), flags.dtype)
+  common.log(f'compiled in {took:.0f} s, keep={replay.keep}')
+  for length in lengths:
+    params, group = arguments(length)
+    rate = matmul_rate(mesh_, settings.matrix, flags.dtype, settings.rounds)
+    captured = jax.block_until_ready(capture(params, group))
+    found = {'capture': seconds(capture, params, group, rounds=settings.rounds),
+             'replay': seconds(detached, params, group, captured, rounds=settings.rounds)}
+    found['pull'] = seconds(exact, params, group, captured, rounds=settings.rounds) - found['replay']
+    flops = phase_flops(shape, replay.keep, length, settings.branches, settings.branch_len)
+    row = common.provenance() | dataclasses.asdict(settings) | {
+        'prefix_len': length, 'keep': replay.keep, 'dtype': flags.dtype, 'capacity': max(lengths), 'compile_s': took,
+        'matmul_flops_per_s': rate, 'seconds': sum(found.values())}
+    for phase in found:
+      row |= {f'{phase}_s': found[phase], f'{phase}_flops': flops[phase], f'{phase}_share': flops[phase] / found[phase] / rate}
+    if settings.out:
+      common.append_row(settings.out, row)
+    common.emit(row)
+    common.log(f'{length:>8,} positions: ' + ', '.join(
+        f'{phase} {found[phase]:.2f} s ({row[f"{phase}_share"]:.0%})' for phase in found) + f' of {rate / 1e9:.0f} GFLOP/s')
+
+
+if __name__ == '__main__':
+  common.run(define, main)
