@@ -71,7 +71,7 @@ def key_range(rows: Rows, k, v, position, branch, layer, block: int) -> KeyRange
   """Keys k, v [L, K, S, h] in blocks; what no row of a block sees of them costs nothing.
 
   A block of keys counts as seen where the extremes of its positions and branches
-  and those of the rows leave it possible; the mask of `_scores` decides the rest.
+  and those of the rows leave it possible; `_masked` decides the rest.
   """
   of_keys = lambda x: [reduce(x.reshape(-1, block), 1)[None] for reduce in (jnp.min, jnp.max)]
   of_rows = lambda x: [reduce(x.reshape(-1, rows.block), 1)[:, None] for reduce in (jnp.min, jnp.max)]
@@ -111,7 +111,7 @@ def _rows_of(x, head, start, size):
 
 
 def _masked(scores, rows, keys, row, key, axis):
-  """-inf where a row does not see a key; scores of block `row` of the rows and block `key` of the keys, rows along `axis`."""
+  """Scores of blocks `row` and `key`, -inf where a row does not see a key; rows lie along `axis`."""
   of_rows = lambda x: jnp.expand_dims(lax.dynamic_slice_in_dim(x, row * rows.block, rows.block), 1 - axis)
   of_keys = lambda x: jnp.expand_dims(lax.dynamic_slice_in_dim(x, key * keys.block, keys.block), axis)
 
@@ -222,7 +222,8 @@ def backward(q, rows: Rows, ranges: tuple[KeyRange, ...], lse, do, delta, cotang
     return (dq, _add_block(dk_all, dk, keys.layer, head, start),
             _add_block(dv_all, dv, keys.layer, head, start))
 
-  dq, out = jnp.zeros((heads, dim, count), dtype), []  # transposed, so that no product contracts a first axis: those are slow on CPUs
+  # dq is transposed, so that no product contracts its operands' first axes: on CPUs those run at half the rate.
+  dq, out = jnp.zeros((heads, dim, count), dtype), []
   for keys, (dk, dv) in zip(ranges, cotangents):
     seen = keys.rows.last > 0
     first = jnp.argmax(seen).astype(jnp.int32)  # key blocks before it and from `last` on are seen by no row

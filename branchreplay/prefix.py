@@ -88,9 +88,10 @@ def capture(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
     slots, recurrent, new = run(i, slots, recurrent)
     return slots, recurrent, history, jax.tree.map(put, kept, new)
 
-  n = segment_count(prefix, length)
-  kept = jax.eval_shape(run, jnp.int32(0), slots, recurrent)[2]
-  kept = jax.tree.map(lambda x: jnp.zeros((prefix.shape[0], *x.shape), x.dtype), kept)
+  n, kept = segment_count(prefix, length), None
+  if replay.kept != 'state':
+    one = jax.eval_shape(run, jnp.int32(0), slots, recurrent)[2]
+    kept = jax.tree.map(lambda x: jnp.zeros((prefix.shape[0], *x.shape), x.dtype), one)
   slots, recurrent, history, kept = lax.fori_loop(jnp.int32(0), n, step, (slots, recurrent, history, kept))
   return Captured(State(slots, recurrent), history, kept)
 

@@ -152,9 +152,9 @@ def extend(model: ModelConfig, replay: ReplayConfig, params: Params, split: Para
     return layers.attention_out(model, block, h, o, gate), k_own, v_own, (o, lse)
 
   def repeat(h, xs):
-    blocks, k, v, delta, conv, known, r = xs
+    blocks, k, v, delta, conv, earlier, r = xs
     a, m, ks, vs, deltas, convs, kept = 0, 0, [], [], [], [], []
-    for block, is_split, kind, known in zip(blocks, split.blocks, model.pattern, known):
+    for block, is_split, kind, known in zip(blocks, split.blocks, model.pattern, earlier):
       block = mesh.gather_tree(block, is_split)
       kept.append(Kept(h))
       if kind == 'deltanet':

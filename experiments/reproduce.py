@@ -25,9 +25,15 @@ PARTS = {  # part: (minutes, the command after `bash launch.sh`)
                                        '--mode=exact,detached,depth=2'])
        for dtype in ('float64', 'float32') for model in ('tiny-hybrid', 'tiny-dense', 'tiny-window')},
     'memory': (4, ['memory', '--model=tiny-hybrid', '--prefix_len=16384,65536', '--branches=2,8']),
-    **{f'speed_{p}_{g}': (minutes, ['speed', '--model=tiny-dense', f'--prefix_len={p}', '--branch_len=128', f'--branches={g}',
-                                    f'--rounds={rounds}', f'--replay_batch={g}'])
-       for p, g, rounds, minutes in ((8192, 16, 2, 10), (2048, 8, 3, 2), (2048, 16, 3, 3))},
+    'speed_8192_16': (12, ['speed', '--rounds=2']),
+    'compare_8192': (15, ['compare', '--rounds=2']),  # these install what is compared with, 1.6 GB and more
+    'compare_2048': (8, ['compare', '--prefix_len=2048', '--branches=4,8,16']),
+    'compare_short': (8, ['compare', '--prefix_len=512,2048', '--branches=4', '--peers=hf,prefix_grouper,tunix']),
+    'compare_512': (3, ['compare', '--prefix_len=512', '--branches=16']),
+    'compare_hybrid': (4, ['compare', '--model=bench-hybrid', '--prefix_len=2048', '--branches=8', '--peers=hf']),
+    'compare_alone': (6, ['compare', '--prefix_len=2048,8192', '--branches=1', '--peers=full_sequence']),
+    'roofline': (15, ['roofline', '--prefix_len=1024,2048,4096,8192,16384,32768,65536']),
+    'roofline_deep': (4, ['roofline', '--repeats=16', '--prefix_len=2048']),
     'objectives': (25, ['objectives']),
     'convergence_recall': (35, ['convergence']),
     'convergence_needle': (35, ['convergence', '--task=needle']),
@@ -55,7 +61,7 @@ def define(flags):
 
 def file_of(part: str) -> str:
   """The JSONL file that a part's rows go to, as in experiments/results."""
-  return {'parity': 'gradient_parity', 'convergence': 'convergence', 'speed': 'speed'}.get(part.split('_')[0], part)
+  return {'parity': 'gradient_parity', 'convergence': 'convergence', 'speed': 'speed', 'compare': 'compare', 'roofline': 'roofline'}.get(part.split('_')[0], part)
 
 
 def run_part(part: str, folder: Path) -> None:

@@ -214,8 +214,8 @@ def test_sigterm_stops_at_once_or_is_remembered():
 def test_keep_auto_is_the_most_that_fits(monkeypatch):
   shape, replay = config.preset('bench'), ReplayConfig(keep='auto', prefix_capacity=8192)
   sizes = prefix.kept_bytes(shape, replay, 2, 'float32')
-  assert 0 == sizes['state'] < sizes['attention'] < sizes['layers'] == 4096 * 4 * 4 * (256 + 4 + 256)
-  for room, captures, keep in ((sizes['layers'], 1, 'layers'), (sizes['layers'], 2, 'attention'), (sizes['layers'] - 1, 1, 'attention'),
+  assert 0 == sizes['state'] < sizes['attention'] < sizes['layers'] == 4096 * 4 * (4 * (64 * 4 + 4) + 256 * 4)
+  for room, captures, keep in ((sizes['layers'], 1, 'layers'), (2 * sizes['layers'] - 1, 2, 'attention'), (sizes['layers'] - 1, 1, 'attention'),
                                (sizes['attention'] - 1, 1, 'state')):
     monkeypatch.setattr(common, 'device_bytes', lambda: 8 * room)
     assert common.fit_keep(shape, replay, 2, 'float32', captures).keep == keep
