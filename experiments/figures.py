@@ -122,12 +122,13 @@ def compare_table(rows) -> list[dict]:
 
 
 def roofline_table(rows) -> list[dict]:
-  """Seconds of an exact update over prefix length, and what a P + b P^2 makes of them (least squares of relative errors)."""
+  """Seconds of an exact update over prefix length, and what c + a P + b P^2 makes of them (least squares of relative errors)."""
   p, seconds = (np.array([r[k] for r in rows], float) for k in ('prefix_len', 'seconds'))
-  a, b = np.linalg.lstsq(np.stack([p, p**2], 1) / seconds[:, None], np.ones(len(p)), rcond=None)[0]
+  powers = np.stack([p**0, p, p**2], 1)
+  fitted = powers @ np.linalg.lstsq(powers / seconds[:, None], np.ones(len(p)), rcond=None)[0]
   phases = ('capture', 'replay', 'pull')
-  return [{'model': r['model'], 'prefix_len': r['prefix_len'], 'seconds': r['seconds'], 'fitted': a * r['prefix_len'] + b * r['prefix_len']**2}
-          | {f'{phase}_{what}': r[f'{phase}_{what}'] for what in ('s', 'share') for phase in phases} for r in rows]
+  return [{'model': r['model'], 'prefix_len': r['prefix_len'], 'seconds': r['seconds'], 'fitted': fit}
+          | {f'{phase}_{what}': r[f'{phase}_{what}'] for what in ('s', 'share') for phase in phases} for r, fit in zip(rows, fitted)]
 
 
 # ---- drawing: (figure, table)
@@ -248,7 +249,7 @@ def draw_roofline(figure, table):
   left, right = figure.subplots(1, 2)
   p = [r['prefix_len'] for r in table]
   left.plot(p, [r['seconds'] for r in table], 'o', label='measured')
-  left.plot(p, [r['fitted'] for r in table], '-', label='a P + b P²')
+  left.plot(p, [r['fitted'] for r in table], '-', label='c + a P + b P²')
   left.set(xscale='log', yscale='log', xlabel='prefix positions P', ylabel='seconds of an exact update')
   for phase in ('capture', 'replay', 'pull'):
     right.plot(p, [r[f'{phase}_share'] for r in table], 'o-', label=phase)

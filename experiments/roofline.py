@@ -6,8 +6,8 @@ One compilation serves all lengths (its seconds are in the row); the rate is tha
 square matrices on all devices at once, measured before each length. FLOPs are those of the matrix
 products that are run, recomputation included, pairs that the causal mask hides left out, as in
 work.py. Pull is the exact update's time less the detached one's, both on a capture made before.
-About 15 minutes on 2 cores, most of them at 65,536. Expected: seconds that fit a P + b P^2, capture
-above 60% and pull above 50% of the rate at 32,768.
+About 25 minutes on 2 cores, most of them at 65,536. Expected: seconds that fit c + a P + b P^2 (c: what
+is cleared for a capture as long as the longest), capture above 60% and pull above 50% of the rate at 32,768.
 """
 import dataclasses
 import time
@@ -41,6 +41,7 @@ class Roofline:
 
 def define(flags):
   common.define_flags(flags, Roofline())
+  flags.set_default('virtual_devices', Roofline().devices)  # more would be more threads on the same cores
 
 
 def seconds(function, *arguments, rounds: int) -> float:

@@ -37,6 +37,7 @@ class Speed:
 
 def define(flags):
   common.define_flags(flags, Speed())
+  flags.set_default('virtual_devices', Speed().devices)  # more would be more threads on the same cores
 
 
 def variants(settings: Speed, dtype: str):

@@ -4,8 +4,9 @@ import types
 
 import pytest
 
+from branchreplay import config
 from branchreplay.config import TrainConfig
-from experiments import common, gradient_parity, memory, soak, train_tree, tree_speed
+from experiments import common, gradient_parity, memory, roofline, soak, train_tree, tree_speed, work
 
 
 def rows_of(module, capsys, *flags):
@@ -33,6 +34,25 @@ def test_memory_is_flat_in_branches_and_grows_by_the_state(capsys):
   slope = (two['total_bytes'] - short['total_bytes']) / (8192 - 2048)
   held = lambda row: row['state_bytes'] + row['cotangent_bytes']
   assert slope <= 1.10 * (held(two) - held(short)) / (8192 - 2048)
+
+
+def test_roofline(capsys):
+  sizes = ['--branch_len=8', '--segment_len=32', '--branches=2', '--rounds=1', '--matrix=64', '--virtual_devices=8', '--keep=layers']
+  short, long = rows_of(roofline, capsys, '--model=tiny-dense', '--prefix_len=40,80', *sizes)
+  for row in (short, long):
+    assert all(row[f'{phase}_share'] == pytest.approx(row[f'{phase}_flops'] / row[f'{phase}_s'] / row['matmul_flops_per_s'])
+               for phase in ('capture', 'replay', 'pull'))
+    assert row['seconds'] == pytest.approx(sum(row[f'{phase}_s'] for phase in ('capture', 'replay', 'pull')))
+  assert short['compile_s'] == long['compile_s'] and (short['prefix_len'], long['prefix_len'], long['capacity']) == (40, 80, 80)
+
+
+def test_phase_flops_make_up_an_update():
+  """Keeping nothing, the phases together are work.py's exact update."""
+  shape = config.preset('bench')
+  for keep, less in (('state', 0), ('attention', work.key_flops(shape, 0, 500)),
+                     ('layers', work.key_flops(shape, 0, 500) + 500 * work.linear_flops(shape))):
+    flops = roofline.phase_flops(shape, keep, 500, 3, 20)
+    assert sum(flops.values()) == pytest.approx(work.update_work(shape, 500, 3, 20, 'exact')['flops'] - less)
 
 
 @pytest.mark.slow
