@@ -149,8 +149,8 @@ def reinforce(run: Run, learner: Learner, optimizer, start: int, writer, manager
       try:
         learner, row = train_step(run, functions, learner, step)
         if row['skipped'] and train.on_nonfinite == 'stop' and not np.isfinite([row['loss'], row['grad_norm']]).all():
-          raise UserError(f'the loss or gradient of update {step + 1} is not finite; the updates before it are saved: '
-                          'go on past it with --on_nonfinite=skip, or start anew in another --workdir with a lower '
+          raise UserError(f'the loss or gradient of update {step + 1} is not finite: '
+                          'go on past it, from the last checkpoint, with --on_nonfinite=skip, or start anew in another --workdir with a lower '
                           '--learning_rate.')
       except UserError:  # also a reward function's; the parameters are those of before
         training.save(manager, step, learner._replace(key=before.key, cursor=before.cursor))
