@@ -62,14 +62,14 @@ def largest_divisor(n: int, limit: int) -> int:
 
 def _spans(seen) -> Span:
   """The first and behind the last True of each row of bool [n, m]; nothing is 0..0."""
-  count, some = seen.shape[1], seen.any(1)
-  last = count - jnp.argmax(seen[:, ::-1], 1)
-  return Span(jnp.where(some, jnp.argmax(seen, 1), 0).astype(jnp.int32), jnp.where(some, last, 0).astype(jnp.int32))
+  first, last = jnp.argmax(seen, 1), seen.shape[1] - jnp.argmax(seen[:, ::-1], 1)
+  return Span(*(jnp.where(seen.any(1), x, 0).astype(jnp.int32) for x in (first, last)))
 
 
 def key_range(rows: Rows, k, v, position, branch, layer, block: int) -> KeyRange:
   """Keys k, v [L, K, S, h] in blocks; what no row of a block sees of them costs nothing.
 
+  position i32 [S], branch i32 [S] or None, layer i32 []: see `KeyRange`; `block` divides S.
   A block of keys counts as seen where the extremes of its positions and branches
   and those of the rows leave it possible; `_masked` decides the rest.
   """
@@ -225,11 +225,9 @@ def backward(q, rows: Rows, ranges: tuple[KeyRange, ...], lse, do, delta, cotang
   # dq is transposed, so that no product contracts its operands' first axes: on CPUs those run at half the rate.
   dq, out = jnp.zeros((heads, dim, count), dtype), []
   for keys, (dk, dv) in zip(ranges, cotangents):
-    seen = keys.rows.last > 0
-    first = jnp.argmax(seen).astype(jnp.int32)  # key blocks before it and from `last` on are seen by no row
-    last = jnp.where(seen, jnp.arange(1, seen.size + 1, dtype=jnp.int32), 0).max()
-    span = jnp.maximum(last - first, 0)
-    step = functools.partial(key_block, keys=keys, first=first, span=span)
+    seen = _spans((keys.rows.last > 0)[None])  # of key blocks, by any row
+    span = seen.last[0] - seen.first[0]
+    step = functools.partial(key_block, keys=keys, first=seen.first[0], span=span)
     dq, dk, dv = lax.fori_loop(jnp.int32(0), span * heads, step, (dq, dk, dv))
     out.append((dk, dv))
   return dq.swapaxes(1, 2), tuple(out)

@@ -92,8 +92,8 @@ def compiled_phases(settings: Roofline, longest: int, dtype: str):
                                                   np.dtype('float32'), kl=False)
   group, params = group_of(1), model.init(shape, jax.random.key(0), dtype)
   started = time.perf_counter()
-  capture = gradients.capture_function(mesh_, shape, replay, group).lower(params, group).compile()
-  captured = jax.eval_shape(gradients.capture_function(mesh_, shape, replay, group), params, group)
+  function = gradients.capture_function(mesh_, shape, replay, group)
+  capture, captured = function.lower(params, group).compile(), jax.eval_shape(function, params, group)
   captured = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), captured, capture.output_shardings)
   update = lambda mode: gradients.gradient_function(
       mesh_, shape, dataclasses.replace(replay, mode=mode), objective, group, with_captured=True).lower(
