@@ -10,6 +10,7 @@ import math
 LAYER_KINDS = ('full', 'window', 'deltanet')
 LORA_TARGETS = ('q', 'k', 'v', 'out', 'gate', 'qkv', 'z', 'beta', 'decay', 'up', 'down')  # matrices of a layer
 KEEPS = ('state', 'attention', 'layers')  # of a prefix's forward: its state only; attention's output and LSE; each layer's input too
+DTYPES = ('bfloat16', 'float32', 'float64')
 ALL_SEGMENTS = 2**30  # more segments than any prefix has
 
 
@@ -82,6 +83,8 @@ class ReplayConfig:
   vocab_rows: int = 1024  # positions whose logits exist at once
   shard_params: bool = False  # split parameters and gradients over `seq`
   accumulate_dtype: str = 'float32'  # sums of gradients and of dK/dV
+  cotangent_dtype: str = ''  # of dK/dV of the prefix's slots, if not accumulate_dtype; bfloat16 halves them and rounds each sum
+  history_dtype: str = ''  # of the recurrent states kept for the pull, if not their own; bfloat16 halves them and rounds each
 
   @property
   def prefix_segments(self) -> int:
@@ -282,6 +285,8 @@ def check_replay(replay: ReplayConfig, seq: int, branches: int) -> None:
   _require(replay.branch_segment_len % replay.block_len == 0,
            f'block_len={replay.block_len} does not divide branch_segment_len={replay.branch_segment_len}; change either.')
   _require(replay.keep in (*KEEPS, 'auto'), f'unknown keep {replay.keep!r}; use {", ".join(KEEPS)} or auto.')
+  for name, known in (('accumulate_dtype', DTYPES[1:]), ('cotangent_dtype', ('', *DTYPES)), ('history_dtype', ('', *DTYPES))):
+    _require(getattr(replay, name) in known, f'unknown {name} {getattr(replay, name)!r}; use {", ".join(filter(None, known))}.')
   check_mode(replay.mode)
 
 

@@ -173,6 +173,28 @@ def replay_branches(model, replay, params: Params, split: Params, group, capture
   return scores, StateCotangent(dk, dv, drecurrent), grads
 
 
+def replay_group(model, replay, objective: Objective, params: Params, split: Params, group, captured: Captured,
+                 grads: Params, weight=1.0):
+  """All of `group_gradient` between capture and pull.
+
+  Returns loss, metrics, scores [G, R], the cotangent of the captured state, and grads.
+  """
+  branches = group.inputs.shape[0]
+  slope = jax.grad(lambda s: objective.loss(s, group)[0] * weight)
+  unpad = lambda scores: jax.tree.map(lambda s: s[:branches], scores)
+  cotangents = lambda scores: jax.tree.map(lambda d, s: _padded(d, s.shape[0]), slope(unpad(scores)), scores)
+  if not objective.separable:
+    scores = score_branches(model, replay, params, split, group, captured)
+    fixed = cotangents(scores)
+    cotangents = lambda _: fixed
+  cotangent = states.zero_cotangent(captured.state, replay.accumulate_dtype, replay.cotangent_dtype)
+  scores, cotangent, grads = replay_branches(model, replay, params, split, group, captured, cotangents,
+                                             cotangent, grads)
+  scores = unpad(scores)
+  loss, metrics = objective.loss(scores, group)
+  return loss, metrics, scores, cotangent, grads
+
+
 def group_gradient(model, replay, objective: Objective, params: Params, split: Params, group, grads: Params,
                    weight=1.0, captured: Captured | None = None):
   """Loss, metrics, scores [G, R] and gradient of one group; the prefix is paid once.
@@ -186,24 +208,12 @@ def group_gradient(model, replay, objective: Objective, params: Params, split: P
   replay.mode: exact pulls the state's cotangent back through the whole prefix,
   detached drops it (LongStraw's gradient), depth=K pulls the last K segments.
   """
-  branches = group.inputs.shape[0]
   if captured is None:
     captured = capture(model, replay, params, split, group.prefix, group.prefix_length)
-  slope = jax.grad(lambda s: objective.loss(s, group)[0] * weight)
-  unpad = lambda scores: jax.tree.map(lambda s: s[:branches], scores)
-  cotangents = lambda scores: jax.tree.map(lambda d, s: _padded(d, s.shape[0]), slope(unpad(scores)), scores)
-  if not objective.separable:
-    scores = score_branches(model, replay, params, split, group, captured)
-    fixed = cotangents(scores)
-    cotangents = lambda _: fixed
-  cotangent = states.zero_cotangent(captured.state, replay.accumulate_dtype)
-  scores, cotangent, grads = replay_branches(model, replay, params, split, group, captured, cotangents,
-                                             cotangent, grads)
+  loss, metrics, scores, cotangent, grads = replay_group(model, replay, objective, params, split, group, captured, grads, weight)
   if replay.pull_depth:
     grads = pull(model, replay, params, split, group.prefix, group.prefix_length, captured, cotangent,
                  grads, replay.pull_depth)
-  scores = unpad(scores)
-  loss, metrics = objective.loss(scores, group)
   return loss, metrics, scores, grads
 
 

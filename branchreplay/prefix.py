@@ -62,6 +62,42 @@ def _node(model, count, recurrent, dtype) -> State:
   return State(states.empty_slots(model, count, dtype), recurrent)
 
 
+def _run_segment(model, replay, params, split, prefix, length, i, slots, recurrent):
+  """Segment i forward: the node after it, and what the configuration keeps of it (None for nothing)."""
+  segment, node = _segment(prefix, length, i), _node(model, prefix.shape[1], recurrent, params.embed.dtype)
+  node, _, kept = extend(model, replay, params, split, slots, node, segment, keep=replay.kept != 'state')
+  if replay.kept == 'attention':
+    kept = [place.attention for place in kept]
+  return node, kept
+
+
+def empty_captured(model: ModelConfig, replay: ReplayConfig, params: Params, split: Params, prefix) -> Captured:
+  """The capture of `prefix` i32 [n, t] before its first segment."""
+  n, count, dtype = *prefix.shape, params.embed.dtype
+  slots = states.empty_slots(model, states.slot_count(replay, prefix.size), dtype)
+  recurrent = states.empty_recurrent(model, dtype)
+  history = jax.tree.map(lambda x: jnp.zeros((n, *x.shape), x.dtype), recurrent)
+  if replay.history_dtype:
+    history = history.replace(delta=history.delta.astype(replay.history_dtype))
+  run = lambda slots, recurrent: _run_segment(model, replay, params, split, prefix, jnp.int32(count), jnp.int32(0), slots, recurrent)
+  kept = jax.eval_shape(run, slots, recurrent)[1] if replay.kept != 'state' else None
+  return Captured(State(slots, recurrent), history, jax.tree.map(lambda x: jnp.zeros((n, *x.shape), x.dtype), kept))
+
+
+def capture_segments(model: ModelConfig, replay: ReplayConfig, params: Params, split: Params, prefix, length,
+                     captured: Captured, first, last) -> Captured:
+  """Runs segments first..last-1 forward on the capture of those before them."""
+  def step(i, captured):
+    put = lambda h, x: lax.dynamic_update_index_in_dim(h, x.astype(h.dtype), i, 0)
+    slots, recurrent = captured.state.slots, captured.state.recurrent
+    history = jax.tree.map(put, captured.history, recurrent)
+    node, new = _run_segment(model, replay, params, split, prefix, length, i, slots, recurrent)
+    return Captured(State(states.append(slots, node.slots), node.recurrent), history,
+                    jax.tree.map(put, captured.kept, new))
+
+  return lax.fori_loop(jnp.int32(first), jnp.int32(last), step, captured)
+
+
 def capture(model: ModelConfig, replay: ReplayConfig, params: Params, split: Params, prefix,
             length) -> Captured:
   """Runs the prefix forward. prefix i32 [n, t] (this device's slice), length i32 [].
@@ -69,31 +105,8 @@ def capture(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
   With replay.keep it holds on to what the pull would compute again: attention's output
   and LSE, or each layer's input too.
   """
-  dtype, count = params.embed.dtype, prefix.shape[1]
-  slots = states.empty_slots(model, states.slot_count(replay, prefix.size), dtype)
-  recurrent = states.empty_recurrent(model, dtype)
-  history = jax.tree.map(lambda x: jnp.zeros((prefix.shape[0], *x.shape), x.dtype), recurrent)
-
-  def run(i, slots, recurrent):
-    segment, node = _segment(prefix, length, i), _node(model, count, recurrent, dtype)
-    node, _, kept = extend(model, replay, params, split, slots, node, segment, keep=replay.kept != 'state')
-    if replay.kept == 'attention':
-      kept = [place.attention for place in kept]
-    return states.append(slots, node.slots), node.recurrent, kept
-
-  def step(i, carry):
-    slots, recurrent, history, kept = carry
-    put = lambda h, x: lax.dynamic_update_index_in_dim(h, x, i, 0)
-    history = jax.tree.map(put, history, recurrent)
-    slots, recurrent, new = run(i, slots, recurrent)
-    return slots, recurrent, history, jax.tree.map(put, kept, new)
-
-  n, kept = segment_count(prefix, length), None
-  if replay.kept != 'state':
-    one = jax.eval_shape(run, jnp.int32(0), slots, recurrent)[2]
-    kept = jax.tree.map(lambda x: jnp.zeros((prefix.shape[0], *x.shape), x.dtype), one)
-  slots, recurrent, history, kept = lax.fori_loop(jnp.int32(0), n, step, (slots, recurrent, history, kept))
-  return Captured(State(slots, recurrent), history, kept)
+  return capture_segments(model, replay, params, split, prefix, length,
+                          empty_captured(model, replay, params, split, prefix), 0, segment_count(prefix, length))
 
 
 def advance(model: ModelConfig, replay: ReplayConfig, params: Params, split: Params, state: State, tokens, length,
@@ -111,11 +124,12 @@ def advance(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
   return lax.fori_loop(jnp.int32(0), segment_count(tokens, length), step, state)
 
 
-def pull(model: ModelConfig, replay: ReplayConfig, params: Params, split: Params, prefix, length,
-         captured: Captured, cotangent: StateCotangent, grads: Params, depth=ALL_SEGMENTS) -> Params:
-  """Pulls the state's cotangent back through the last `depth` segments, once.
+def pull_segments(model: ModelConfig, replay: ReplayConfig, params: Params, split: Params, prefix, length,
+                  captured: Captured, cotangent: StateCotangent, grads: Params, first,
+                  last) -> tuple[StateCotangent, Params]:
+  """Pulls the cotangent of the state back through segments first..last-1, counted from the prefix's end.
 
-  Adds to `grads` (each device's share where a leaf is whole) and returns them.
+  Returns the cotangent of the state before them and the gradients with theirs added.
   """
   dtype, count = params.embed.dtype, prefix.shape[1]
   n = segment_count(prefix, length)
@@ -125,6 +139,7 @@ def pull(model: ModelConfig, replay: ReplayConfig, params: Params, split: Params
     dk, dv, drecurrent, grads = carry
     i = n - 1 - j
     before, kept = jax.tree.map(lambda h: lax.dynamic_index_in_dim(h, i, 0, False), (captured.history, captured.kept))
+    before = jax.tree.map(lambda x, like: x.astype(like.dtype), before, captured.state.recurrent)
     segment, at = _segment(prefix, length, i), i * count
     slots = captured.state.slots
     earlier, own = slots.replace(used=jnp.int32(at)), lambda x, axis=2: lax.dynamic_slice_in_dim(x, at, count, axis)
@@ -137,8 +152,19 @@ def pull(model: ModelConfig, replay: ReplayConfig, params: Params, split: Params
         StateCotangent(own(dk), own(dv), drecurrent), grads)
     return dk, dv, dnode.recurrent, grads
 
-  start = (cotangent.k, cotangent.v, cotangent.recurrent, grads)
-  return lax.fori_loop(jnp.int32(0), jnp.minimum(n, depth), step, start)[3]
+  dk, dv, drecurrent, grads = lax.fori_loop(jnp.int32(first), jnp.int32(last), step,
+                                            (cotangent.k, cotangent.v, cotangent.recurrent, grads))
+  return StateCotangent(dk, dv, drecurrent), grads
+
+
+def pull(model: ModelConfig, replay: ReplayConfig, params: Params, split: Params, prefix, length,
+         captured: Captured, cotangent: StateCotangent, grads: Params, depth=ALL_SEGMENTS) -> Params:
+  """Pulls the state's cotangent back through the last `depth` segments, once.
+
+  Adds to `grads` (each device's share where a leaf is whole) and returns them.
+  """
+  last = jnp.minimum(segment_count(prefix, length), depth)
+  return pull_segments(model, replay, params, split, prefix, length, captured, cotangent, grads, 0, last)[1]
 
 
 def zero_gradients(model: ModelConfig, replay: ReplayConfig, params: Params) -> Params:

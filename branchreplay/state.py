@@ -88,7 +88,8 @@ def append(slots: Slots, node: Slots) -> Slots:
                put(slots.branch, node.branch, 0), slots.used + node.position.size)
 
 
-def zero_cotangent(state: State, dtype) -> StateCotangent:
-  """Zeros like `state`; sums of cotangents are kept in `dtype` at least."""
+def zero_cotangent(state: State, dtype, slots_dtype='') -> StateCotangent:
+  """Zeros like `state`; sums of cotangents are kept in `dtype` at least, those of slots in `slots_dtype` if given."""
   zeros = lambda x: jnp.zeros(x.shape, jnp.promote_types(dtype, x.dtype))
-  return StateCotangent(zeros(state.slots.k), zeros(state.slots.v), jax.tree.map(zeros, state.recurrent))
+  slots = lambda x: jnp.zeros(x.shape, slots_dtype) if slots_dtype else zeros(x)
+  return StateCotangent(slots(state.slots.k), slots(state.slots.v), jax.tree.map(zeros, state.recurrent))

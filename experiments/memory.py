@@ -42,7 +42,7 @@ def state_bytes(mesh_, shape, replay, params, group) -> tuple[int, int]:
   split = mesh.split_tree(model.shapes(shape), mesh_.shape[mesh.SEQ], replay.shard_params)
   def capture(params, group):
     captured = prefix.capture(shape, replay, params, split, group.prefix[0], group.prefix_length[0])
-    return captured, state.zero_cotangent(captured.state, replay.accumulate_dtype)
+    return captured, state.zero_cotangent(captured.state, replay.accumulate_dtype, replay.cotangent_dtype)
   # Inside shard_map shapes are a device's own; out_specs that split nothing keep them.
   spec = jax.sharding.PartitionSpec
   function = jax.shard_map(capture, mesh=mesh_, in_specs=(spec(), gradients.group_spec(group)), out_specs=spec(),
