@@ -67,8 +67,7 @@ def measure(settings: Memory, prefix_len: int, branches: int, dtype: str) -> dic
   return {'model': settings.model, 'prefix_len': prefix_len, 'branches': branches, 'devices': settings.devices,
           'segment_len': settings.segment_len, 'replay_batch': settings.replay_batch, 'mode': settings.mode,
           'dtype': dtype,
-          'total_bytes': report.argument_size_in_bytes + report.output_size_in_bytes + report.temp_size_in_bytes
-                         - report.alias_size_in_bytes,
+          'total_bytes': common.program_bytes(report),
           'temp_bytes': report.temp_size_in_bytes, 'state_bytes': held, 'cotangent_bytes': cotangent,
           'params_bytes': bytes_of(params)}
 

@@ -120,8 +120,7 @@ def memory_of(settings: TreeSpeed, mesh_, shape, objective, dtype, turns, fan_ou
   made, _ = problem(shape, replay, prompt, responses, rng)
   report = tree.tree_function(mesh_, shape, replay, objective, made).lower(
       model.shapes(shape, dtype), made).compile().memory_analysis()
-  return (report.argument_size_in_bytes + report.output_size_in_bytes + report.temp_size_in_bytes
-          - report.alias_size_in_bytes)
+  return common.program_bytes(report)
 
 
 def main(flags):

@@ -1,0 +1,122 @@
+"""One exact gradient of a prompt as long as memory holds: seconds of each phase, and the process's peak memory.
+
+    bash launch.sh receipts --model=tiny-window --prefix_len=2097152 --branches=2
+    bash launch.sh receipts --model=tiny-hybrid --prefix_len=2097152 --mode=detached --save=runs/receipt
+
+The prompt goes by `at_once` segments a call (stream.py), with progress on the way. With --save=FOLDER
+what a call hands to the next is saved there every --save_every seconds, and the same command goes on
+from there after a kill; its seconds are then those since. Compilation is excluded and stated.
+Expected: minutes for the first, of recurrent and sliding-window layers; an hour and more for the second,
+whose full attention looks at 2.2e12 pairs of positions a head.
+"""
+import dataclasses
+import time
+
+import jax
+import numpy as np
+
+from branchreplay import config, mesh, metrics, model, objectives, stream
+from branchreplay.config import ObjectiveConfig, ReplayConfig, UserError
+from experiments import common, problems, resume
+
+
+@dataclasses.dataclass(frozen=True)
+class Receipt:
+  model: str = 'tiny-window'  # preset, see config.py
+  prefix_len: int = 2097152  # tokens of the prompt
+  branches: int = 2  # responses of the prompt
+  branch_len: int = 64  # tokens of a response
+  segment_len: int = 8192  # positions of a prefix segment
+  at_once: int = 4  # segments of a call
+  mode: str = 'exact'  # exact | detached | depth=K
+  keep: str = 'auto'  # state | attention | layers | auto: what the pull need not compute again
+  cotangent_dtype: str = ''  # of dK/dV of the prefix's slots: bfloat16 halves them
+  row_block: int = 512  # query rows per block of the attention loops
+  key_block: int = 512  # keys per block of the attention loops
+  devices: int = 8  # devices of the seq axis
+  save: str = ''  # folder that a killed run goes on from
+  save_every: float = 300.0  # seconds between two saves
+  out: str = ''  # JSONL file to append the row to
+
+
+def define(flags):
+  common.define_flags(flags, Receipt())
+
+
+def peak_bytes() -> int | None:
+  """Peak resident memory of this process so far; None where the system does not tell."""
+  try:
+    with open('/proc/self/status', encoding='ascii') as file:
+      return next(int(line.split()[1]) * 1024 for line in file if line.startswith('VmHWM'))
+  except (OSError, StopIteration):
+    return None
+
+
+def compiled_steps(steps: stream.Steps, params, groups) -> tuple[stream.Steps, dict, float]:
+  """The steps compiled ahead, the compiler's bytes per device of each, and the seconds it took."""
+  started = time.perf_counter()
+  made = steps._replace(open=steps.open.lower(params, groups).compile(), zeros=steps.zeros.lower(params).compile())
+  lay = lambda tree, shardings: jax.tree.map(
+      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
+  captured = lay(jax.eval_shape(steps.open, params, groups), made.open.output_shardings)
+  grads = lay(jax.eval_shape(steps.zeros, params), made.zeros.output_shardings)
+  first = np.int32(0)
+  made = made._replace(capture=steps.capture.lower(params, groups, captured, first, first).compile(),
+                       replay=steps.replay.lower(params, groups, captured, grads, np.float32(1)).compile())
+  pulling = lay(jax.eval_shape(steps.replay, params, groups, captured, grads, np.float32(1))[1], made.replay.output_shardings[1])
+  made = made._replace(pull=steps.pull.lower(params, groups, captured, pulling, first, first).compile(),
+                       finish=steps.finish.lower(pulling.grads).compile())
+  report = {name: common.program_bytes(getattr(made, name).memory_analysis()) for name in ('capture', 'replay', 'pull')}
+  return made, report, time.perf_counter() - started
+
+
+def main(flags):
+  settings = common.from_flags(flags, Receipt())
+  if min(settings.at_once, settings.prefix_len, settings.branch_len) < 1:
+    raise UserError('at_once, prefix_len and branch_len must be at least 1.')
+  shape = config.preset(settings.model)
+  if settings.prefix_len > shape.max_positions:
+    raise UserError(f'prefix_len={settings.prefix_len} is past the {shape.max_positions} positions that RoPE tables serve.')
+  replay = ReplayConfig(
+      segment_len=settings.segment_len, branch_segment_len=settings.branch_len, prefix_capacity=settings.prefix_len,
+      branch_capacity=settings.branch_len,
+      **{k: getattr(settings, k) for k in ('mode', 'keep', 'cotangent_dtype', 'row_block', 'key_block')})
+  mesh_ = mesh.make_mesh(1, settings.devices)
+  config.check_replay(replay, settings.devices, settings.branches)
+  replay = common.fit_keep(shape, replay, settings.devices, flags.dtype)
+  group = problems.random_group(shape, replay, settings.prefix_len, settings.branches, settings.branch_len,
+                                np.dtype('float32'), kl=False)
+  params = model.init(shape, jax.random.key(0), flags.dtype)
+  steps = stream.make_steps(mesh_, shape, replay, objectives.make_objective('grpo', ObjectiveConfig()), group)
+  params, group = jax.device_put((params, group), steps.open.lower(params, group).compile().input_shardings[0])
+  steps, report, took = compiled_steps(steps, params, group)
+  common.log(f'compiled in {took:.0f} s, keep={replay.keep}; {max(report.values()) / 1e9:.3f} GB a device.')
+  seconds, clock = dict.fromkeys(resume.PHASES, 0.0), [time.perf_counter()]
+  said = [clock[0]]
+
+  def watch(phase, done, of, held=None):
+    jax.block_until_ready(held)
+    now = time.perf_counter()
+    seconds[phase] += now - clock[0]
+    if now - said[0] > 10 or done == of:
+      left = (now - clock[0]) / settings.at_once * (of - done)
+      common.log(f'{phase} {done}/{of} segments, {metrics.duration(seconds[phase])}, about {metrics.duration(left)} left at this pace')
+      said[0] = now
+    clock[0] = time.perf_counter()
+
+  if settings.save:
+    result = resume.gradient(settings.save, settings.save_every, mesh_, shape, replay, steps, params, group, settings.at_once, watch)
+  else:
+    result = jax.block_until_ready(stream.gradient(steps, replay, params, group, settings.at_once, watch))
+  norm = float(np.sqrt(sum(np.square(np.asarray(g, np.float64)).sum() for g in jax.tree.leaves(result.grads))))
+  row = common.provenance() | dataclasses.asdict(settings) | {
+      'keep': replay.keep, 'dtype': flags.dtype, 'compile_s': took, **{f'{k}_s': v for k, v in seconds.items()},
+      'seconds': sum(seconds.values()), 'peak_process_bytes': peak_bytes(),
+      **{f'{k}_bytes': v for k, v in report.items()}, 'loss': float(result.loss[0]), 'gradient_norm': norm}
+  if settings.out:
+    common.append_row(settings.out, row)
+  common.emit(row)
+
+
+if __name__ == '__main__':
+  common.run(define, main)

@@ -1,0 +1,89 @@
+"""Captures and pulls that a killed run goes on with: what `stream.gradient` holds between steps, on disk."""
+import hashlib
+from pathlib import Path
+import shutil
+import time
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+
+from branchreplay import checkpoint, stream
+from branchreplay.config import UserError
+from experiments import common
+
+PHASES = ('capture', 'replay', 'pull')
+
+
+def fingerprint(model, replay, params, groups) -> str:
+  """What a saved step belongs to: the configuration, the groups, and every bit of the parameters."""
+  def words(x):
+    bits = jax.lax.bitcast_convert_type(x, f'uint{8 * min(4, x.dtype.itemsize)}').astype(jnp.uint32)
+    place = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, bits.ndim - 1)
+    return (bits * (2 * place + 1)).sum(dtype=jnp.uint32)
+  sums = jax.device_get(jax.jit(lambda params: jax.tree.map(words, params))(params))
+  digest = hashlib.sha256(repr((model, replay, jax.tree.map(int, sums))).encode())
+  for leaf in jax.tree.leaves(groups):
+    digest.update(np.ascontiguousarray(leaf).tobytes())
+  return digest.hexdigest()
+
+
+def _abstract(mesh_, spec, tree):
+  """ShapeDtypeStructs of `tree` with the shardings of the PartitionSpecs `spec`, a prefix of it."""
+  lay = lambda s, part: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh_, s)), part)
+  return jax.tree.map(lay, spec, tree, is_leaf=lambda s: isinstance(s, PartitionSpec))
+
+
+def _read(manager, target, mark: str):
+  """(done, state) of the newest good checkpoint that `mark` says is of this very gradient; None without one."""
+  try:
+    found = checkpoint.restore_latest(manager, target, common.log)
+  except UserError as error:  # damaged, or of other sizes: what was saved is only time
+    common.log(f'{error} The gradient begins anew.')
+    return None
+  return None if found is None or found[2] != {'mark': mark} else (found[0], found[1])
+
+
+def gradient(folder: str, save_every: float, mesh_, model, replay, steps: stream.Steps, params, groups, at_once: int,
+             watch=lambda phase, done, of: None) -> stream.Result:
+  """`stream.gradient` that saves what it holds to `folder` every `save_every` seconds, and goes on from there.
+
+  The folder is emptied at the end. What another gradient (other parameters, groups or
+  sizes) left there is not used.
+  """
+  folder, mark = Path(folder).resolve(), fingerprint(model, replay, params, groups)
+  held = jax.eval_shape(steps.open, params, groups)
+  captured = _abstract(mesh_, steps.specs['captured'], held)
+  out, pulling = jax.eval_shape(steps.replay, params, groups, held, jax.eval_shape(steps.zeros, params), 1.0)
+  pulled = {'pulling': _abstract(mesh_, steps.specs['pulling'], pulling), 'out': _abstract(mesh_, PartitionSpec('data'), out)}
+  with (checkpoint.only_writer(common.make_folder(str(folder))), checkpoint.open_checkpoints(folder / 'capture') as capture,
+        checkpoint.open_checkpoints(folder / 'pull') as pull):
+    begin, last = (0, 0, {}), [time.monotonic()]
+    n, _ = stream.segments_of(replay, groups)
+    if (found := _read(capture, {'captured': captured}, mark)) is not None:
+      begin = (0, *found)
+      if found[0] == n and (more := _read(pull, pulled, mark)) is not None:
+        begin = (2, more[0], found[1] | more[1])
+      common.log(f'{folder}: going on with the {PHASES[begin[0]]} after segment {begin[1]}.')
+
+    def save(manager, done, tree):
+      try:
+        checkpoint.save(manager, done, tree, {'mark': mark})
+      except checkpoint.NotSaved as error:
+        common.log(f'{error}; going on without it.')
+      last[0] = time.monotonic()
+
+    def seen(phase, done, of, tree):
+      jax.block_until_ready(tree)
+      watch(phase, done, of)
+      due = time.monotonic() - last[0] >= save_every
+      if phase == 'capture' and (due or done == of):
+        save(capture, done, tree)
+      elif phase == 'pull' and due and done < of:
+        save(pull, done, {k: tree[k] for k in ('pulling', 'out')})
+
+    result = jax.block_until_ready(stream.gradient(steps, replay, params, groups, at_once, seen, begin))
+  for part in ('capture', 'pull'):
+    shutil.rmtree(folder / part, ignore_errors=True)
+  return result
