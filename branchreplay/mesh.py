@@ -54,6 +54,13 @@ def shardings(mesh: Mesh, specs):
   return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, P))
 
 
+def abstract(mesh: Mesh, specs, tree):
+  """ShapeDtypeStructs of `tree`, sharded by PartitionSpecs of which one may stand for a whole subtree."""
+  lay = lambda spec, part: jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), part)
+  return jax.tree.map(lay, specs, tree, is_leaf=lambda s: isinstance(s, P))
+
+
 def seq_size() -> int:
   return lax.axis_size(SEQ)
 

@@ -39,6 +39,12 @@ class Pulling:
   grads: Any  # each device's share: [devices, ...], of leaves split over `seq` [N, ...]
 
 
+ARGUMENTS = {
+    'open': ('params', 'groups'), 'capture': ('params', 'groups', 'captured', 'segment', 'segment'), 'zeros': ('params',),
+    'replay': ('params', 'groups', 'captured', 'grads', 'weight'),
+    'pull': ('params', 'groups', 'captured', 'pulling', 'segment', 'segment'), 'finish': ('grads',)}
+
+
 class Steps(NamedTuple):
   """Jitted functions; see the module."""
   open: Any
@@ -47,7 +53,7 @@ class Steps(NamedTuple):
   replay: Any
   pull: Any
   finish: Any
-  specs: dict  # PartitionSpecs of what `resume` saves: captured, pulling
+  specs: dict  # name of an argument -> its PartitionSpecs
 
 
 def _take(tree):
@@ -102,7 +108,24 @@ def make_steps(mesh_, model, replay, objective: Objective, groups) -> Steps:
       replay=make(replay_, (params, group, captured, share, P()), (row, pulling), donate_argnums=3),
       pull=make(pull, (params, group, captured, pulling, P(), P()), pulling, donate_argnums=3),
       finish=make(lambda grads: mesh.reduce_gradients(_take(grads), split), (share,), params),
-      specs={'captured': captured, 'pulling': pulling})
+      specs={'params': params, 'groups': group, 'captured': captured, 'grads': share, 'pulling': pulling, 'out': row})
+
+
+def shapes_of(mesh_, steps: Steps, params, groups) -> dict:
+  """ShapeDtypeStructs with shardings of all that ARGUMENTS names, and of what replay puts `out`."""
+  lay = lambda name, tree: mesh.abstract(mesh_, steps.specs[name], tree)
+  segment, weight = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)
+  params, groups = lay('params', params), lay('groups', groups)
+  captured = lay('captured', jax.eval_shape(steps.open, params, groups))
+  grads = lay('grads', jax.eval_shape(steps.zeros, params))
+  out, pulling = jax.eval_shape(steps.replay, params, groups, captured, grads, weight)
+  return {'params': params, 'groups': groups, 'captured': captured, 'grads': grads, 'segment': segment, 'weight': weight,
+          'out': lay('out', out), 'pulling': lay('pulling', pulling)}
+
+
+def compiled(steps: Steps, name: str, shapes: dict):
+  """The step called `name`, compiled ahead for the shapes of `shapes_of`."""
+  return getattr(steps, name).lower(*[shapes[argument] for argument in ARGUMENTS[name]]).compile()
 
 
 def segments_of(replay, groups) -> tuple[int, int]:
@@ -119,19 +142,20 @@ def gradient(steps: Steps, replay, params, groups, at_once: int, watch=lambda ph
   held: what the next step begins with, gone once that has begun. begin: a (phase number, done, held) to go on from.
   """
   phase, done, held = begin
+  span = lambda first: (np.int32(first), np.int32(first + at_once))
   n, depth = segments_of(replay, groups)
   captured = held['captured'] if held else steps.open(params, groups)
   if phase == 0:
     for first in range(done, n, at_once):
-      captured = steps.capture(params, groups, captured, first, first + at_once)
+      captured = steps.capture(params, groups, captured, *span(first))
       watch('capture', min(first + at_once, n), n, {'captured': captured})
     done = 0
   if phase < 2:
-    out, pulling = steps.replay(params, groups, captured, steps.zeros(params), 1 / len(groups.prefix_length))
+    out, pulling = steps.replay(params, groups, captured, steps.zeros(params), np.float32(1 / len(groups.prefix_length)))
     watch('replay', 1, 1, {'captured': captured, 'pulling': pulling, 'out': out})
   else:
     pulling, out = held['pulling'], held['out']
   for first in range(done, depth, at_once):
-    pulling = steps.pull(params, groups, captured, pulling, first, first + at_once)
+    pulling = steps.pull(params, groups, captured, pulling, *span(first))
     watch('pull', min(first + at_once, depth), depth, {'captured': captured, 'pulling': pulling, 'out': out})
   return Result(*out, steps.finish(pulling.grads))

@@ -52,24 +52,6 @@ def peak_bytes() -> int | None:
     return None
 
 
-def compiled_steps(steps: stream.Steps, params, groups) -> tuple[stream.Steps, dict, float]:
-  """The steps compiled ahead, the compiler's bytes per device of each, and the seconds it took."""
-  started = time.perf_counter()
-  made = steps._replace(open=steps.open.lower(params, groups).compile(), zeros=steps.zeros.lower(params).compile())
-  lay = lambda tree, shardings: jax.tree.map(
-      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
-  captured = lay(jax.eval_shape(steps.open, params, groups), made.open.output_shardings)
-  grads = lay(jax.eval_shape(steps.zeros, params), made.zeros.output_shardings)
-  first = np.int32(0)
-  made = made._replace(capture=steps.capture.lower(params, groups, captured, first, first).compile(),
-                       replay=steps.replay.lower(params, groups, captured, grads, np.float32(1)).compile())
-  pulling = lay(jax.eval_shape(steps.replay, params, groups, captured, grads, np.float32(1))[1], made.replay.output_shardings[1])
-  made = made._replace(pull=steps.pull.lower(params, groups, captured, pulling, first, first).compile(),
-                       finish=steps.finish.lower(pulling.grads).compile())
-  report = {name: common.program_bytes(getattr(made, name).memory_analysis()) for name in ('capture', 'replay', 'pull')}
-  return made, report, time.perf_counter() - started
-
-
 def main(flags):
   settings = common.from_flags(flags, Receipt())
   if min(settings.at_once, settings.prefix_len, settings.branch_len) < 1:
@@ -88,8 +70,12 @@ def main(flags):
                                 np.dtype('float32'), kl=False)
   params = model.init(shape, jax.random.key(0), flags.dtype)
   steps = stream.make_steps(mesh_, shape, replay, objectives.make_objective('grpo', ObjectiveConfig()), group)
-  params, group = jax.device_put((params, group), steps.open.lower(params, group).compile().input_shardings[0])
-  steps, report, took = compiled_steps(steps, params, group)
+  started = time.perf_counter()
+  shapes = stream.shapes_of(mesh_, steps, params, group)
+  made = steps._replace(**{name: stream.compiled(steps, name, shapes) for name in stream.ARGUMENTS})
+  report = {phase: common.program_bytes(getattr(made, phase).memory_analysis()) for phase in resume.PHASES}
+  took = time.perf_counter() - started
+  params, group = jax.device_put((params, group), made.open.input_shardings[0])
   common.log(f'compiled in {took:.0f} s, keep={replay.keep}; {max(report.values()) / 1e9:.3f} GB a device.')
   seconds, clock = dict.fromkeys(resume.PHASES, 0.0), [time.perf_counter()]
   said = [clock[0]]
@@ -105,9 +91,9 @@ def main(flags):
     clock[0] = time.perf_counter()
 
   if settings.save:
-    result = resume.gradient(settings.save, settings.save_every, mesh_, shape, replay, steps, params, group, settings.at_once, watch)
+    result = resume.gradient(settings.save, settings.save_every, made, shapes, shape, replay, params, group, settings.at_once, watch)
   else:
-    result = jax.block_until_ready(stream.gradient(steps, replay, params, group, settings.at_once, watch))
+    result = jax.block_until_ready(stream.gradient(made, replay, params, group, settings.at_once, watch))
   norm = float(np.sqrt(sum(np.square(np.asarray(g, np.float64)).sum() for g in jax.tree.leaves(result.grads))))
   row = common.provenance() | dataclasses.asdict(settings) | {
       'keep': replay.keep, 'dtype': flags.dtype, 'compile_s': took, **{f'{k}_s': v for k, v in seconds.items()},

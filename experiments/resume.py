@@ -6,7 +6,6 @@ import time
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
 from branchreplay import checkpoint, stream
@@ -29,42 +28,37 @@ def fingerprint(model, replay, params, groups) -> str:
   return digest.hexdigest()
 
 
-def _abstract(mesh_, spec, tree):
-  """ShapeDtypeStructs of `tree` with the shardings of the PartitionSpecs `spec`, a prefix of it."""
-  lay = lambda s, part: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh_, s)), part)
-  return jax.tree.map(lay, spec, tree, is_leaf=lambda s: isinstance(s, PartitionSpec))
-
-
-def _read(manager, target, mark: str):
-  """(done, state) of the newest good checkpoint that `mark` says is of this very gradient; None without one."""
+def _read(manager, target, mark: str, wanted=lambda done: True):
+  """(done, state) of the newest good checkpoint if it is of this very gradient and `wanted`; else None, and none are left."""
   try:
     found = checkpoint.restore_latest(manager, target, common.log)
+    if found is not None and found[2] == {'mark': mark} and wanted(found[0]):
+      return found[:2]
   except UserError as error:  # damaged, or of other sizes: what was saved is only time
-    common.log(f'{error} The gradient begins anew.')
-    return None
-  return None if found is None or found[2] != {'mark': mark} else (found[0], found[1])
+    common.log(f'{error} It is not used.')
+  for step in manager.all_steps():  # in the way of those to come
+    manager.delete(step)
+  return None
 
 
-def gradient(folder: str, save_every: float, mesh_, model, replay, steps: stream.Steps, params, groups, at_once: int,
-             watch=lambda phase, done, of: None) -> stream.Result:
+def gradient(folder: str, save_every: float, steps: stream.Steps, shapes: dict, model, replay, params, groups,
+             at_once: int, watch=lambda phase, done, of: None) -> stream.Result:
   """`stream.gradient` that saves what it holds to `folder` every `save_every` seconds, and goes on from there.
 
+  shapes: of `stream.shapes_of`. watch(phase, done, of) is called after every step.
   The folder is emptied at the end. What another gradient (other parameters, groups or
   sizes) left there is not used.
   """
   folder, mark = Path(folder).resolve(), fingerprint(model, replay, params, groups)
-  held = jax.eval_shape(steps.open, params, groups)
-  captured = _abstract(mesh_, steps.specs['captured'], held)
-  out, pulling = jax.eval_shape(steps.replay, params, groups, held, jax.eval_shape(steps.zeros, params), 1.0)
-  pulled = {'pulling': _abstract(mesh_, steps.specs['pulling'], pulling), 'out': _abstract(mesh_, PartitionSpec('data'), out)}
+  pulled = {name: shapes[name] for name in ('pulling', 'out')}
   with (checkpoint.only_writer(common.make_folder(str(folder))), checkpoint.open_checkpoints(folder / 'capture') as capture,
         checkpoint.open_checkpoints(folder / 'pull') as pull):
     begin, last = (0, 0, {}), [time.monotonic()]
     n, _ = stream.segments_of(replay, groups)
-    if (found := _read(capture, {'captured': captured}, mark)) is not None:
-      begin = (0, *found)
-      if found[0] == n and (more := _read(pull, pulled, mark)) is not None:
-        begin = (2, more[0], found[1] | more[1])
+    found = _read(capture, {'captured': shapes['captured']}, mark)
+    more = _read(pull, pulled, mark, wanted=lambda _: found is not None and found[0] == n)
+    if found is not None:
+      begin = (0, *found) if more is None else (2, more[0], found[1] | more[1])
       common.log(f'{folder}: going on with the {PHASES[begin[0]]} after segment {begin[1]}.')
 
     def save(manager, done, tree):
@@ -81,7 +75,7 @@ def gradient(folder: str, save_every: float, mesh_, model, replay, steps: stream
       if phase == 'capture' and (due or done == of):
         save(capture, done, tree)
       elif phase == 'pull' and due and done < of:
-        save(pull, done, {k: tree[k] for k in ('pulling', 'out')})
+        save(pull, done, {k: tree[k] for k in pulled})
 
     result = jax.block_until_ready(stream.gradient(steps, replay, params, groups, at_once, seen, begin))
   for part in ('capture', 'pull'):
