@@ -2,32 +2,38 @@
 
     .venv/bin/pip install libtpu==0.0.42.1
     bash launch.sh fit --model=qwen3.5-27b --prefix_len=2097152
-    bash launch.sh fit --model=qwen3.5-27b --prefix_len=4456448 --lora_rank=16 --accumulate_dtype=bfloat16
+    bash launch.sh fit --model=qwen3.5-27b --prefix_len=4456448 --lora_rank=16 --cotangent_dtype=bfloat16
 
-Compiles one exact update of a group (capture, replay of every branch, pull) ahead of time, with parameters
-and gradients sharded, and prints bytes per chip. Optimizer moments are counted, not compiled: their bytes are in the
-row. Nothing is run. Minutes a setting; each is compiled in a process of its own, because the compiler can abort. A
-v5p chip has 102.8 GB.
+Compiles capture, replay and pull of a group ahead of time, as stream.py runs them, with parameters and gradients
+sharded over all chips, and prints bytes per chip of each. Nothing is run. Optimizer moments are counted, not compiled:
+their bytes are in the row. Minutes a phase, each in a process of its own, because the compiler can abort. A v5p chip
+has 102.8 GB. A phase that the compiler refuses has what it says in `refused`.
 """
 import dataclasses
+import json
+import os
 import subprocess
 import sys
+import time
 
 import jax
 from jax.experimental import topologies
 import jax.numpy as jnp
 import numpy as np
 
-from branchreplay import config, gradients, lora, mesh, model, objectives
+from branchreplay import config, lora, mesh, model, objectives, stream
 from branchreplay.config import ObjectiveConfig, ReplayConfig, UserError
-from experiments import common, memory, problems
+from experiments import common, memory, problems, resume
 
 CHIP_GB = {'v5p': 102.8, 'v5e': 17.2, 'v4': 34.4, 'v6e': 34.4}  # high-bandwidth memory of a chip, 1e9 bytes
+OF_REPLAY = ('segment_len', 'replay_batch', 'key_block', 'row_block', 'vocab_rows', 'mode', 'keep', 'accumulate_dtype',
+             'cotangent_dtype', 'history_dtype')
 
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
   model: str = 'qwen3.5-27b'  # preset, see config.py
+  repeats: int = 0  # of the preset's layer pattern, if more than 0
   topology: str = 'v5p:2x2x2'  # TPU kind and shape; all chips are the seq axis
   prefix_len: int = 2097152  # positions of the prompt
   branches: int = 8  # responses
@@ -38,8 +44,12 @@ class Fit:
   row_block: int = 2048  # query rows per block of the attention loops
   vocab_rows: int = 1024  # positions whose logits exist at once
   mode: str = 'exact'  # exact | detached | depth=K
-  accumulate_dtype: str = 'float32'  # sums of gradients and of dK/dV
+  keep: str = 'state'  # state | attention | layers: what the pull need not compute again
+  accumulate_dtype: str = 'float32'  # sums of gradients, and of dK/dV
+  cotangent_dtype: str = ''  # of dK/dV, if not accumulate_dtype
+  history_dtype: str = ''  # of the recurrent states kept for the pull, if not float32
   lora_rank: int = 0  # of adapters beside frozen matrices; 0: all is trained
+  phases: tuple[str, ...] = resume.PHASES  # capture, replay, pull
   here: bool = False  # compile in this process
   out: str = ''  # JSONL file to append the row to
 
@@ -57,47 +67,79 @@ def chips(topology: str) -> list:
     raise UserError(f'no compiler for {topology!r} ({str(error).splitlines()[0]}); install libtpu==0.0.42.1, and name a topology such as v5p:2x2x2.')
 
 
-def measure(settings: Fit, dtype: str) -> dict:
-  """Compiles the update; bytes per chip."""
-  devices = chips(settings.topology)
-  mesh_ = jax.sharding.Mesh(np.array(devices).reshape(1, -1), (mesh.DATA, mesh.SEQ))
-  shape = dataclasses.replace(config.preset(settings.model), lora_rank=settings.lora_rank)
-  replay = ReplayConfig(
-      segment_len=settings.segment_len, branch_segment_len=settings.branch_len, prefix_capacity=settings.prefix_len,
-      branch_capacity=settings.branch_len, shard_params=True,
-      **{k: getattr(settings, k) for k in ('replay_batch', 'key_block', 'row_block', 'vocab_rows', 'mode', 'accumulate_dtype')})
+def configurations(settings: Fit, seq: int):
+  """The model and replay settings, checked."""
+  shape = config.preset(settings.model)
+  shape = dataclasses.replace(shape, lora_rank=settings.lora_rank, repeats=settings.repeats or shape.repeats)
+  replay = ReplayConfig(branch_segment_len=settings.branch_len, prefix_capacity=settings.prefix_len,
+                        branch_capacity=settings.branch_len, shard_params=True,
+                        **{name: getattr(settings, name) for name in OF_REPLAY})
   config.check_model(shape)
-  config.check_replay(replay, len(devices), settings.branches)
+  config.check_replay(replay, seq, settings.branches)
+  return shape, replay
+
+
+def abstract_group(shape, replay: ReplayConfig, branches: int, branch_len: int):
+  """ShapeDtypeStructs of one stacked group, its prefix as long as the capacity."""
+  short = dataclasses.replace(replay, prefix_capacity=replay.segment_len)
   group = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, problems.random_group(
-      shape, dataclasses.replace(replay, prefix_capacity=settings.segment_len), 1, settings.branches, settings.branch_len,
-      np.dtype('float32'), kl=False)))
-  prefix = jax.ShapeDtypeStruct((1, replay.prefix_segments, replay.segment_len), jnp.int32)
-  params = model.shapes(shape, dtype)
-  function = gradients.gradient_function(mesh_, shape, replay, objectives.make_objective('grpo', ObjectiveConfig()), group)
-  report = function.lower(params, group.replace(prefix=prefix)).compile().memory_analysis()
-  total = (report.argument_size_in_bytes + report.output_size_in_bytes + report.temp_size_in_bytes - report.alias_size_in_bytes)
+      shape, short, 1, branches, branch_len, np.dtype('float32'), kl=False)))
+  return group.replace(prefix=jax.ShapeDtypeStruct((1, replay.prefix_segments, replay.segment_len), jnp.int32))
+
+
+def problem(settings: Fit, devices, dtype: str):
+  """The steps of an update on `devices`, and the shapes of their arguments."""
+  mesh_ = jax.sharding.Mesh(np.array(devices).reshape(1, -1), (mesh.DATA, mesh.SEQ))
+  shape, replay = configurations(settings, len(devices))
+  group, params = abstract_group(shape, replay, settings.branches, settings.branch_len), model.shapes(shape, dtype)
+  steps = stream.make_steps(mesh_, shape, replay, objectives.make_objective('grpo', ObjectiveConfig()), group)
   moments = 2 * 4 * sum(x.size for x in jax.tree.leaves(lora.trainable(shape, params))) // len(devices)
-  return {'chips': len(devices), 'total_bytes': total, 'argument_bytes': report.argument_size_in_bytes,
-          'temp_bytes': report.temp_size_in_bytes, 'output_bytes': report.output_size_in_bytes,
-          'adam_bytes': moments, 'params_bytes': memory.bytes_of(params) // len(devices)}
+  sizes = {'chips': len(devices), 'adam_bytes': moments, 'params_bytes': memory.bytes_of(params) // len(devices)}
+  return steps, stream.shapes_of(mesh_, steps, params, group), sizes
+
+
+def compile_phase(settings: Fit, phase: str, dtype: str) -> dict:
+  """Bytes per chip of one phase, or why the compiler refuses it."""
+  steps, shapes, sizes = problem(settings, chips(settings.topology), dtype)
+  started, part = time.perf_counter(), {}
+  try:
+    report = stream.compiled(steps, phase, shapes).memory_analysis()
+    part = {'bytes': common.program_bytes(report), 'temp_bytes': report.temp_size_in_bytes,
+            'argument_bytes': report.argument_size_in_bytes}
+  except jax.errors.JaxRuntimeError as error:
+    part = {'bytes': None, 'refused': ' '.join(str(error).split())[:400]}
+  return sizes | {f'{phase}_{name}': value for name, value in part.items()} | {
+      f'{phase}_compile_s': time.perf_counter() - started}
+
+
+def compiled_apart(phase: str) -> dict:
+  """`compile_phase` in a process of its own, of the flags of this one."""
+  done = subprocess.run([sys.executable, '-m', 'experiments.fit', *sys.argv[1:], '--here', f'--phases={phase}'],
+                        stdout=subprocess.PIPE, text=True,
+                        env=os.environ | {'ALLOW_MULTIPLE_LIBTPU_LOAD': '1'})  # it opens no chip, so it may run beside others
+  if done.returncode == 2:
+    raise SystemExit(2)  # said already
+  if done.returncode:
+    return {f'{phase}_bytes': None, f'{phase}_refused': f'the compiler ended with status {done.returncode}'}
+  return json.loads(done.stdout)
 
 
 def main(flags):
   settings = common.from_flags(flags, Fit())
-  if not settings.here:
-    done = subprocess.run([sys.executable, '-m', 'experiments.fit', *sys.argv[1:], '--here'], stdout=subprocess.PIPE, text=True)
-    if done.returncode == 2:
-      raise SystemExit(2)  # said already
-    if done.returncode:
-      raise UserError(f'the compiler ended with status {done.returncode}, see above: it does not fit, or the compiler cannot do it.')
-    print(done.stdout, end='', flush=True)
+  common.check_known('phase', settings.phases, resume.PHASES)
+  if settings.here:
+    common.emit(compile_phase(settings, settings.phases[0], flags.dtype))
     return
-  asked = {k: v for k, v in dataclasses.asdict(settings).items() if k != 'here'}
-  row = common.provenance() | asked | {'dtype': flags.dtype} | measure(settings, flags.dtype)
-  row['command'] = row['command'].removesuffix(' --here')
+  asked = {k: v for k, v in dataclasses.asdict(settings).items() if k not in ('here', 'phases')}
+  row = common.provenance() | asked | {'dtype': flags.dtype}
   chip = CHIP_GB.get(settings.topology.split(':')[0])
-  fits = '' if chip is None else f' of {chip} GB'
-  common.log(f'{row["total_bytes"] / 1e9:.1f} GB per chip{fits}; Adam moments in float32 would add {row["adam_bytes"] / 1e9:.1f} GB.')
+  for phase in settings.phases:
+    row |= (found := compiled_apart(phase))
+    held = found[f'{phase}_bytes']
+    common.log(f'{phase}: {held / 1e9:.1f} GB per chip' + (f' of {chip} GB' if chip else '') if held else
+               f'{phase}: refused ({found[f"{phase}_refused"]})')
+  if 'adam_bytes' in row:
+    common.log(f'Adam moments in float32 would add {row["adam_bytes"] / 1e9:.1f} GB.')
   if settings.out:
     common.append_row(settings.out, row)
   common.emit(row)

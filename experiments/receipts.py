@@ -5,7 +5,7 @@
 
 The prompt goes by `at_once` segments a call (stream.py), with progress on the way. With --save=FOLDER
 what a call hands to the next is saved there every --save_every seconds, and the same command goes on
-from there after a kill; its seconds are then those since. Compilation is excluded and stated.
+from there after a kill, its seconds included; the peak memory is the last process's. Compilation is excluded and stated.
 Expected: minutes for the first, of recurrent and sliding-window layers; an hour and more for the second,
 whose full attention looks at 2.2e12 pairs of positions a head.
 """
@@ -91,7 +91,7 @@ def main(flags):
     clock[0] = time.perf_counter()
 
   if settings.save:
-    result = resume.gradient(settings.save, settings.save_every, made, shapes, shape, replay, params, group, settings.at_once, watch)
+    result = resume.gradient(settings.save, settings.save_every, made, shapes, shape, replay, params, group, settings.at_once, watch, seconds)
   else:
     result = jax.block_until_ready(stream.gradient(made, replay, params, group, settings.at_once, watch))
   norm = float(np.sqrt(sum(np.square(np.asarray(g, np.float64)).sum() for g in jax.tree.leaves(result.grads))))

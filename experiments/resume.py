@@ -29,11 +29,11 @@ def fingerprint(model, replay, params, groups) -> str:
 
 
 def _read(manager, target, mark: str, wanted=lambda done: True):
-  """(done, state) of the newest good checkpoint if it is of this very gradient and `wanted`; else None, and none are left."""
+  """(done, state, note) of the newest good checkpoint if it is of this very gradient and `wanted`; else None, and none are left."""
   try:
     found = checkpoint.restore_latest(manager, target, common.log)
-    if found is not None and found[2] == {'mark': mark} and wanted(found[0]):
-      return found[:2]
+    if found is not None and found[2].pop('mark') == mark and wanted(found[0]):
+      return found
   except UserError as error:  # damaged, or of other sizes: what was saved is only time
     common.log(f'{error} It is not used.')
   for step in manager.all_steps():  # in the way of those to come
@@ -42,15 +42,16 @@ def _read(manager, target, mark: str, wanted=lambda done: True):
 
 
 def gradient(folder: str, save_every: float, steps: stream.Steps, shapes: dict, model, replay, params, groups,
-             at_once: int, watch=lambda phase, done, of: None) -> stream.Result:
+             at_once: int, watch=lambda phase, done, of: None, note: dict | None = None) -> stream.Result:
   """`stream.gradient` that saves what it holds to `folder` every `save_every` seconds, and goes on from there.
 
-  shapes: of `stream.shapes_of`. watch(phase, done, of) is called after every step.
+  shapes: of `stream.shapes_of`. watch(phase, done, of) is called after every step. note: of JSON values, saved
+  too, and updated from what was saved.
   The folder is emptied at the end. What another gradient (other parameters, groups or
   sizes) left there is not used.
   """
   folder, mark = Path(folder).resolve(), fingerprint(model, replay, params, groups)
-  pulled = {name: shapes[name] for name in ('pulling', 'out')}
+  note, pulled = {} if note is None else note, {name: shapes[name] for name in ('pulling', 'out')}
   with (checkpoint.only_writer(common.make_folder(str(folder))), checkpoint.open_checkpoints(folder / 'capture') as capture,
         checkpoint.open_checkpoints(folder / 'pull') as pull):
     begin, last = (0, 0, {}), [time.monotonic()]
@@ -58,12 +59,13 @@ def gradient(folder: str, save_every: float, steps: stream.Steps, shapes: dict, 
     found = _read(capture, {'captured': shapes['captured']}, mark)
     more = _read(pull, pulled, mark, wanted=lambda _: found is not None and found[0] == n)
     if found is not None:
-      begin = (0, *found) if more is None else (2, more[0], found[1] | more[1])
+      begin = (0, *found[:2]) if more is None else (2, more[0], found[1] | more[1])
+      note.update((more or found)[2])
       common.log(f'{folder}: going on with the {PHASES[begin[0]]} after segment {begin[1]}.')
 
     def save(manager, done, tree):
       try:
-        checkpoint.save(manager, done, tree, {'mark': mark})
+        checkpoint.save(manager, done, tree, note | {'mark': mark})
       except checkpoint.NotSaved as error:
         common.log(f'{error}; going on without it.')
       last[0] = time.monotonic()
