@@ -8,6 +8,7 @@ system per chunk instead of C sequential steps).
 import jax
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
 from branchreplay.attention import at_least_f32, largest_divisor
 
@@ -22,24 +23,20 @@ def invert_unit_lower(a):
   """Inverse of the unit lower triangular I + tril(a, -1); a [..., C, C].
 
   Blocks of twice the size at each step, [[x, 0], [-y b x, y]] from the inverses
-  x and y of the diagonal blocks: log2(C) rounds of matrix products, as accurate
-  as substitution. (LAPACK's batched solve blocks the CPU's thread pool, and the
-  powers of the nilpotent part overflow when keys are correlated.)
+  x and y of the diagonal blocks: log2(C) rounds of products of whole matrices, in
+  which the blocks are masked, as accurate as substitution. (LAPACK's batched solve
+  blocks the CPU's thread pool, the powers of the nilpotent part overflow when keys
+  are correlated, and blocks cut out by reshapes take TPUs' compiler minutes.)
   """
-  size = a.shape[-1]
-  whole = 1 << (size - 1).bit_length()
-  a = jnp.pad(a, [(0, 0)] * (a.ndim - 2) + [(0, whole - size)] * 2)
-  inverse, s = jnp.ones((*a.shape[:-2], whole, 1, 1), a.dtype), 1
-  while s < whole:
-    pairs = whole // (2 * s)
-    # The diagonal blocks of size 2s: only their lower left corner matters.
-    corner = a.reshape(*a.shape[:-2], pairs, 2, s, pairs, 2, s)[..., 1, :, :, 0, :]
-    corner = (corner * jnp.eye(pairs, dtype=a.dtype)[:, None, :, None]).sum(-2)
-    x, y = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-    below = jnp.concatenate([-y @ corner @ x, y], -1)
-    inverse = jnp.concatenate([jnp.concatenate([x, jnp.zeros_like(x)], -1), below], -2)
+  size, place = a.shape[-1], np.arange(a.shape[-1])
+  inverse, s = jnp.eye(size, dtype=a.dtype), 1
+  while s < size:
+    block, odd = place // (2 * s), place // s % 2 == 1
+    corners = (block[:, None] == block) & odd[:, None] & ~odd  # lower left, of the diagonal blocks of size 2s
+    corner = jnp.where(corners, a, 0)
+    inverse = inverse - (corner if s == 1 else inverse @ corner @ inverse)
     s *= 2
-  return inverse[..., 0, :size, :size]
+  return inverse
 
 
 def _invert_forward(a):

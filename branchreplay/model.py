@@ -236,7 +236,9 @@ def delta_layer(model: ModelConfig, block: Block, h, delta, conv, length):
   q, k, v, beta, decay, z = delta_in(m, block, h)
 
   def by_device(x, index):  # [B, t, heads, ...] -> [B, t, seq, channels]
-    return jnp.take(x, index.reshape(-1), axis=2).reshape(batch, t, seq, -1)
+    if not np.array_equal(index.reshape(-1), np.arange(x.shape[2])):
+      x = jnp.take(x, index.reshape(-1), axis=2)
+    return x.reshape(batch, t, seq, -1)
 
   parts = [by_device(q, key), by_device(k, key), by_device(v, value),
            by_device(beta[..., None], value), by_device(decay[..., None], value)]
