@@ -45,6 +45,7 @@ class KeyRange:
   position: Any  # i32 [S]; FAR where a slot holds nothing
   branch: Any  # i32 [S], or None: visible to every branch
   layer: Any  # i32 []
+  into: Any  # i32 [], the layer of the cotangents that are added to
   keys: Span  # of key blocks, for each block of rows
   rows: Span  # of row blocks, for each block of keys
   whole: Any  # bool [row blocks, key blocks], where every row sees every key
@@ -66,10 +67,10 @@ def _spans(seen) -> Span:
   return Span(*(jnp.where(seen.any(1), x, 0).astype(jnp.int32) for x in (first, last)))
 
 
-def key_range(rows: Rows, k, v, position, branch, layer, block: int) -> KeyRange:
+def key_range(rows: Rows, k, v, position, branch, layer, block: int, into=None) -> KeyRange:
   """Keys k, v [L, K, S, h] in blocks; what no row of a block sees of them costs nothing.
 
-  position i32 [S], branch i32 [S] or None, layer i32 []: see `KeyRange`; `block` divides S.
+  position i32 [S], branch i32 [S] or None, layer i32 [], into (layer if None): see `KeyRange`; `block` divides S.
   A block of keys counts as seen where the extremes of its positions and branches
   and those of the rows leave it possible; `_masked` decides the rest.
   """
@@ -84,7 +85,7 @@ def key_range(rows: Rows, k, v, position, branch, layer, block: int) -> KeyRange
     (low, high), (low_row, high_row) = of_keys(branch), of_rows(rows.branch)
     seen &= (high >= low_row) & (low <= high_row)
     whole &= (low == high_row) & (high == low_row)
-  return KeyRange(k, v, position, branch, layer, _spans(seen), _spans(seen.T), whole, block)
+  return KeyRange(k, v, position, branch, layer, layer if into is None else into, _spans(seen), _spans(seen.T), whole, block)
 
 
 def _dot(a, b, contract):
@@ -219,8 +220,8 @@ def backward(q, rows: Rows, ranges: tuple[KeyRange, ...], lse, do, delta, cotang
     zero = jnp.zeros((keys.block, dim), dtype)
     step = functools.partial(against, head=head, k=k, v=v, b=b, keys=keys)
     dq, dk, dv = lax.fori_loop(keys.rows.first[b], keys.rows.last[b], step, (dq, zero, zero))
-    return (dq, _add_block(dk_all, dk, keys.layer, head, start),
-            _add_block(dv_all, dv, keys.layer, head, start))
+    return (dq, _add_block(dk_all, dk, keys.into, head, start),
+            _add_block(dv_all, dv, keys.into, head, start))
 
   # dq is transposed, so that no product contracts its operands' first axes: on CPUs those run at half the rate.
   dq, out = jnp.zeros((heads, dim, count), dtype), []

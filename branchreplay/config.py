@@ -82,6 +82,7 @@ class ReplayConfig:
   row_block: int = 128  # query rows per block of the attention loops
   vocab_rows: int = 1024  # positions whose logits exist at once
   shard_params: bool = False  # split parameters and gradients over `seq`
+  offload: bool = False  # keep dK/dV of the prefix and the recurrent states kept for the pull in the host's memory
   accumulate_dtype: str = 'float32'  # sums of gradients and of dK/dV
   cotangent_dtype: str = ''  # of dK/dV of the prefix's slots, if not accumulate_dtype; bfloat16 halves them and rounds each sum
   history_dtype: str = ''  # of the recurrent states kept for the pull, if not their own; bfloat16 halves them and rounds each

@@ -174,8 +174,8 @@ def replay_branches(model, replay, params: Params, split: Params, group, capture
 
 
 def replay_group(model, replay, objective: Objective, params: Params, split: Params, group, captured: Captured,
-                 grads: Params, weight=1.0):
-  """All of `group_gradient` between capture and pull.
+                 cotangent: StateCotangent, grads: Params, weight=1.0):
+  """All of `group_gradient` between capture and pull; `cotangent` of the captured state and `grads` are added to.
 
   Returns loss, metrics, scores [G, R], the cotangent of the captured state, and grads.
   """
@@ -187,7 +187,6 @@ def replay_group(model, replay, objective: Objective, params: Params, split: Par
     scores = score_branches(model, replay, params, split, group, captured)
     fixed = cotangents(scores)
     cotangents = lambda _: fixed
-  cotangent = states.zero_cotangent(captured.state, replay.accumulate_dtype, replay.cotangent_dtype)
   scores, cotangent, grads = replay_branches(model, replay, params, split, group, captured, cotangents,
                                              cotangent, grads)
   scores = unpad(scores)
@@ -210,7 +209,9 @@ def group_gradient(model, replay, objective: Objective, params: Params, split: P
   """
   if captured is None:
     captured = capture(model, replay, params, split, group.prefix, group.prefix_length)
-  loss, metrics, scores, cotangent, grads = replay_group(model, replay, objective, params, split, group, captured, grads, weight)
+  cotangent = states.zero_cotangent(captured.state, replay.accumulate_dtype, replay.cotangent_dtype, replay.offload)
+  loss, metrics, scores, cotangent, grads = replay_group(model, replay, objective, params, split, group, captured, cotangent,
+                                                         grads, weight)
   if replay.pull_depth:
     grads = pull(model, replay, params, split, group.prefix, group.prefix_length, captured, cotangent,
                  grads, replay.pull_depth)

@@ -61,6 +61,21 @@ def abstract(mesh: Mesh, specs, tree):
   return jax.tree.map(lay, specs, tree, is_leaf=lambda s: isinstance(s, P))
 
 
+def to_host(tree):
+  """`tree` in the host's memory, inside a compiled function: loops slice and update it there."""
+  return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host), tree)
+
+
+def zeros(shape, dtype, host: bool = False):
+  """Zeros, in the host's memory if asked: there they pass through no device."""
+  return lax.broadcast_in_dim(to_host(jnp.zeros((), dtype)), shape, ()) if host else jnp.zeros(shape, dtype)
+
+
+def to_device(tree):
+  """`tree` back in the device's memory."""
+  return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), tree)
+
+
 def seq_size() -> int:
   return lax.axis_size(SEQ)
 

@@ -76,9 +76,9 @@ def empty_captured(model: ModelConfig, replay: ReplayConfig, params: Params, spl
   n, count, dtype = *prefix.shape, params.embed.dtype
   slots = states.empty_slots(model, states.slot_count(replay, prefix.size), dtype)
   recurrent = states.empty_recurrent(model, dtype)
-  history = jax.tree.map(lambda x: jnp.zeros((n, *x.shape), x.dtype), recurrent)
-  if replay.history_dtype:
-    history = history.replace(delta=history.delta.astype(replay.history_dtype))
+  delta, conv = recurrent.delta, recurrent.conv
+  history = Recurrent(mesh.zeros((n, *delta.shape), replay.history_dtype or delta.dtype, replay.offload),
+                      mesh.zeros((n, *conv.shape), conv.dtype, replay.offload))
   run = lambda slots, recurrent: _run_segment(model, replay, params, split, prefix, jnp.int32(count), jnp.int32(0), slots, recurrent)
   kept = jax.eval_shape(run, slots, recurrent)[1] if replay.kept != 'state' else None
   return Captured(State(slots, recurrent), history, jax.tree.map(lambda x: jnp.zeros((n, *x.shape), x.dtype), kept))
@@ -88,9 +88,10 @@ def capture_segments(model: ModelConfig, replay: ReplayConfig, params: Params, s
                      captured: Captured, first, last) -> Captured:
   """Runs segments first..last-1 forward on the capture of those before them."""
   def step(i, captured):
-    put = lambda h, x: lax.dynamic_update_index_in_dim(h, x.astype(h.dtype), i, 0)
+    put = lambda h, x: lax.dynamic_update_index_in_dim(h, x, i, 0)
     slots, recurrent = captured.state.slots, captured.state.recurrent
-    history = jax.tree.map(put, captured.history, recurrent)
+    before = jax.tree.map(lambda h, x: x.astype(h.dtype), captured.history, recurrent)
+    history = jax.tree.map(put, captured.history, mesh.to_host(before) if replay.offload else before)
     node, new = _run_segment(model, replay, params, split, prefix, length, i, slots, recurrent)
     return Captured(State(states.append(slots, node.slots), node.recurrent), history,
                     jax.tree.map(put, captured.kept, new))
@@ -139,6 +140,7 @@ def pull_segments(model: ModelConfig, replay: ReplayConfig, params: Params, spli
     dk, dv, drecurrent, grads = carry
     i = n - 1 - j
     before, kept = jax.tree.map(lambda h: lax.dynamic_index_in_dim(h, i, 0, False), (captured.history, captured.kept))
+    before = mesh.to_device(before) if replay.offload else before
     before = jax.tree.map(lambda x, like: x.astype(like.dtype), before, captured.state.recurrent)
     segment, at = _segment(prefix, length, i), i * count
     slots = captured.state.slots
@@ -149,7 +151,7 @@ def pull_segments(model: ModelConfig, replay: ReplayConfig, params: Params, spli
       node, _, kept = extend(model, replay, params, split, earlier, _node(model, count, before, dtype), segment, True, kept)
     dk, dv, dnode, grads = retract(
         model, replay, params, split, earlier, node, before, segment, kept, dh, dk, dv,
-        StateCotangent(own(dk), own(dv), drecurrent), grads)
+        StateCotangent(*(mesh.to_device((own(dk), own(dv))) if replay.offload else (own(dk), own(dv))), drecurrent), grads)
     return dk, dv, dnode.recurrent, grads
 
   dk, dv, drecurrent, grads = lax.fori_loop(jnp.int32(first), jnp.int32(last), step,

@@ -86,7 +86,8 @@ def _attention_problem(model, replay, view: View, k, v, layer, kind):
   cache, own = view.cache, view.own
   block = lambda slots, limit: attention.largest_divisor(slots.position.size, limit)
   return rows, (
-      attention.key_range(rows, cache.k, cache.v, cache.position, None, layer, block(cache, replay.key_block)),
+      attention.key_range(rows, cache.k, cache.v, cache.position, None, layer, block(cache, replay.key_block),
+                          jnp.int32(0) if replay.offload else layer),
       attention.key_range(rows, k[None], v[None], own.position, own.branch, jnp.int32(0),
                           block(own, min(replay.key_block, max(view.position.size, OWN_BLOCK)))))
 
@@ -185,6 +186,15 @@ def _add_at(grads, update, r):
   return jax.tree.map(add, grads, update)
 
 
+def _fetch_layer(x, layer):
+  """One layer of x [L, ...], which lies in the host's memory, as [1, ...] on the device."""
+  return mesh.to_device(lax.dynamic_slice_in_dim(x, layer, 1, 0))
+
+
+def _put_layer(x, update, layer):
+  return lax.dynamic_update_slice_in_dim(x, mesh.to_host(update), layer, 0)
+
+
 def retract(model: ModelConfig, replay: ReplayConfig, params: Params, split: Params, cache: Slots,
             node: State, before: Recurrent, segment: Segment, kept, dh, dk, dv,
             dnode: StateCotangent, grads: Params):
@@ -194,7 +204,7 @@ def retract(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
     cache, segment, kept: as they were given to and came from `extend`.
     node: the node after the segment. before: its recurrent state before it.
     dh: [B, t, D], cotangent of the segment's output h.
-    dk, dv: [L, K, S, h], cotangents of the cache's keys and values.
+    dk, dv: [L, K, S, h], cotangents of the cache's keys and values; in the host's memory with replay.offload.
     dnode: cotangent of the node after the segment.
     grads: gradients so far, each device's share where a leaf is whole.
 
@@ -216,15 +226,17 @@ def retract(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
     delta = (o.astype(dtype) * do.astype(dtype)).sum(-1)
     packed = jnp.concatenate([do.astype(dtype), lse[..., None], delta[..., None]], -1)
     packed = _fold_rows(model, packed)
+    sums = (_fetch_layer(dk, layer), _fetch_layer(dv, layer)) if replay.offload else (dk, dv)
     do, lse, delta = packed[..., :-2].astype(q.dtype), packed[..., -2], packed[..., -1]
-    dq, ((dk, dv), own) = attention.backward(
+    dq, (sums, own) = attention.backward(
         _fold_rows(model, q), *_attention_problem(model, replay, view, k_own, v_own, layer, kind), lse, do, delta,
-        ((dk, dv), (dk_own[None], dv_own[None])))
+        (sums, (dk_own[None], dv_own[None])))
     dq = _unfold(model, mesh.scatter_sum(dq.reshape(*_row_shape(model, segment), -1), 2))
     spent = lambda x, like: jnp.moveaxis(
         lax.dynamic_slice_in_dim(x[0], view.at, segment.tokens.size, 1).reshape(
             model.kv_heads, *segment.tokens.shape, -1), 0, 2).astype(like.dtype)
     dp_in, dh_in = pull_in((dq.astype(q.dtype), spent(own[0], k), spent(own[1], v), dgate))
+    dk, dv = (_put_layer(dk, sums[0], layer), _put_layer(dv, sums[1], layer)) if replay.offload else sums
     dp = jax.tree.map(jnp.add, dp_in, dp_out)
     return dp, dh_in + dh_out, dk, dv, own[0][0], own[1][0]
 

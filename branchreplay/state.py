@@ -88,8 +88,11 @@ def append(slots: Slots, node: Slots) -> Slots:
                put(slots.branch, node.branch, 0), slots.used + node.position.size)
 
 
-def zero_cotangent(state: State, dtype, slots_dtype='') -> StateCotangent:
-  """Zeros like `state`; sums of cotangents are kept in `dtype` at least, those of slots in `slots_dtype` if given."""
+def zero_cotangent(state: State, dtype, slots_dtype='', offload: bool = False) -> StateCotangent:
+  """Zeros like `state`; sums of cotangents are kept in `dtype` at least, those of slots in `slots_dtype` if given.
+
+  offload: those of slots lie in the host's memory.
+  """
   zeros = lambda x: jnp.zeros(x.shape, jnp.promote_types(dtype, x.dtype))
-  slots = lambda x: jnp.zeros(x.shape, slots_dtype) if slots_dtype else zeros(x)
+  slots = lambda x: mesh.zeros(x.shape, slots_dtype or jnp.promote_types(dtype, x.dtype), offload)
   return StateCotangent(slots(state.slots.k), slots(state.slots.v), jax.tree.map(zeros, state.recurrent))

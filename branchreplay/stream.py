@@ -7,8 +7,7 @@ calls them some segments at a time, so that progress can be shown and what is do
     steps = make_steps(mesh_, model, replay, objective, groups)
     captured = steps.open(params, groups)
     captured = steps.capture(params, groups, captured, first, last)      # for ranges of segments
-    out, pulling = steps.replay(params, groups, captured, steps.zeros(params), weight)
-    pulling = steps.pull(params, groups, captured, pulling, first, last)  # counted from the prefix's end
+    out, pulling = steps.pull(params, groups, captured, pulling, first, last)  # counted from the prefix's end
     grads = steps.finish(pulling.grads)
 
 Letters: N groups, one for each row of the mesh's `data` axis.
@@ -40,8 +39,8 @@ class Pulling:
 
 
 ARGUMENTS = {
-    'open': ('params', 'groups'), 'capture': ('params', 'groups', 'captured', 'segment', 'segment'), 'zeros': ('params',),
-    'replay': ('params', 'groups', 'captured', 'grads', 'weight'),
+    'open': ('params', 'groups'), 'capture': ('params', 'groups', 'captured', 'segment', 'segment'), 'zeros': ('params', 'captured'),
+    'replay': ('params', 'groups', 'captured', 'pulling', 'weight'),
     'pull': ('params', 'groups', 'captured', 'pulling', 'segment', 'segment'), 'finish': ('grads',)}
 
 
@@ -89,9 +88,13 @@ def make_steps(mesh_, model, replay, objective: Objective, groups) -> Steps:
     last = jnp.minimum(last, segment_count(prefix, length))
     return _put(capture_segments(model, replay, params, split, prefix, length, _take(captured), first, last))
 
-  def replay_(params, groups, captured, grads, weight):
+  def zeros(params, captured):
+    cotangent = states.zero_cotangent(_take(captured).state, replay.accumulate_dtype, replay.cotangent_dtype, replay.offload)
+    return Pulling(*_put((cotangent, zero_gradients(model, replay, params))))
+
+  def replay_(params, groups, captured, pulling, weight):
     *out, cotangent, grads = replay_group(model, replay, objective, params, split, _take(groups), _take(captured),
-                                          _take(grads), weight)
+                                          *_take((pulling.cotangent, pulling.grads)), weight)
     return _put(out), Pulling(*_put((cotangent, grads)))
 
   def pull(params, groups, captured, pulling, first, last):
@@ -104,23 +107,29 @@ def make_steps(mesh_, model, replay, objective: Objective, groups) -> Steps:
   return Steps(
       open=make(open_, (params, group), captured),
       capture=make(capture, (params, group, captured, P(), P()), captured, donate_argnums=2),
-      zeros=make(lambda params: _put(zero_gradients(model, replay, params)), (params,), share),
-      replay=make(replay_, (params, group, captured, share, P()), (row, pulling), donate_argnums=3),
+      zeros=make(zeros, (params, captured), pulling),
+      replay=make(replay_, (params, group, captured, pulling, P()), (row, pulling), donate_argnums=3),
       pull=make(pull, (params, group, captured, pulling, P(), P()), pulling, donate_argnums=3),
       finish=make(lambda grads: mesh.reduce_gradients(_take(grads), split), (share,), params),
       specs={'params': params, 'groups': group, 'captured': captured, 'grads': share, 'pulling': pulling, 'out': row})
 
 
-def shapes_of(mesh_, steps: Steps, params, groups) -> dict:
+def shapes_of(mesh_, replay, steps: Steps, params, groups) -> dict:
   """ShapeDtypeStructs with shardings of all that ARGUMENTS names, and of what replay puts `out`."""
   lay = lambda name, tree: mesh.abstract(mesh_, steps.specs[name], tree)
   segment, weight = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)
   params, groups = lay('params', params), lay('groups', groups)
+  on_host = lambda tree: jax.tree.map(lambda x: x.update(sharding=x.sharding.with_memory_kind('pinned_host')), tree)
   captured = lay('captured', jax.eval_shape(steps.open, params, groups))
-  grads = lay('grads', jax.eval_shape(steps.zeros, params))
-  out, pulling = jax.eval_shape(steps.replay, params, groups, captured, grads, weight)
-  return {'params': params, 'groups': groups, 'captured': captured, 'grads': grads, 'segment': segment, 'weight': weight,
-          'out': lay('out', out), 'pulling': lay('pulling', pulling)}
+  if replay.offload:
+    captured = captured.replace(history=on_host(captured.history))
+  pulling = lay('pulling', jax.eval_shape(steps.zeros, params, captured))
+  if replay.offload:
+    k, v = on_host((pulling.cotangent.k, pulling.cotangent.v))
+    pulling = pulling.replace(cotangent=pulling.cotangent.replace(k=k, v=v))
+  out = jax.eval_shape(steps.replay, params, groups, captured, pulling, weight)[0]
+  return {'params': params, 'groups': groups, 'captured': captured, 'segment': segment, 'weight': weight,
+          'out': lay('out', out), 'pulling': pulling, 'grads': pulling.grads}
 
 
 def compiled(steps: Steps, name: str, shapes: dict):
@@ -151,7 +160,7 @@ def gradient(steps: Steps, replay, params, groups, at_once: int, watch=lambda ph
       watch('capture', min(first + at_once, n), n, {'captured': captured})
     done = 0
   if phase < 2:
-    out, pulling = steps.replay(params, groups, captured, steps.zeros(params), np.float32(1 / len(groups.prefix_length)))
+    out, pulling = steps.replay(params, groups, captured, steps.zeros(params, captured), np.float32(1 / len(groups.prefix_length)))
     watch('replay', 1, 1, {'captured': captured, 'pulling': pulling, 'out': out})
   else:
     pulling, out = held['pulling'], held['out']

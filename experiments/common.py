@@ -186,10 +186,13 @@ def device_bytes() -> int:
   return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') // jax.local_device_count()
 
 
-def program_bytes(report) -> int:
-  """Bytes a device of a compiled program, of its `memory_analysis()`: arguments, outputs and temporaries, donated ones once."""
-  return (report.argument_size_in_bytes + report.output_size_in_bytes + report.temp_size_in_bytes
-          - report.alias_size_in_bytes)
+def program_bytes(report, of: str = '') -> int:
+  """Bytes a device of a compiled program, of its `memory_analysis()`: arguments, outputs and temporaries, donated ones once.
+
+  of: 'host_' for those in the host's memory.
+  """
+  size = lambda part: getattr(report, f'{of}{part}_size_in_bytes')
+  return size('argument') + size('output') + size('temp') - size('alias')
 
 
 def fit_keep(model, replay, seq: int, dtype, captures: int = 1):

@@ -27,7 +27,7 @@ from experiments import common, memory, problems, resume
 
 CHIP_GB = {'v5p': 102.8, 'v5e': 17.2, 'v4': 34.4, 'v6e': 34.4}  # high-bandwidth memory of a chip, 1e9 bytes
 OF_REPLAY = ('segment_len', 'replay_batch', 'key_block', 'row_block', 'vocab_rows', 'mode', 'keep', 'accumulate_dtype',
-             'cotangent_dtype', 'history_dtype')
+             'cotangent_dtype', 'history_dtype', 'offload')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +48,7 @@ class Fit:
   accumulate_dtype: str = 'float32'  # sums of gradients, and of dK/dV
   cotangent_dtype: str = ''  # of dK/dV, if not accumulate_dtype
   history_dtype: str = ''  # of the recurrent states kept for the pull, if not float32
+  offload: bool = False  # keep dK/dV and the recurrent states kept for the pull in the host's memory
   lora_rank: int = 0  # of adapters beside frozen matrices; 0: all is trained
   phases: tuple[str, ...] = resume.PHASES  # capture, replay, pull
   here: bool = False  # compile in this process
@@ -95,7 +96,7 @@ def problem(settings: Fit, devices, dtype: str):
   steps = stream.make_steps(mesh_, shape, replay, objectives.make_objective('grpo', ObjectiveConfig()), group)
   moments = 2 * 4 * sum(x.size for x in jax.tree.leaves(lora.trainable(shape, params))) // len(devices)
   sizes = {'chips': len(devices), 'adam_bytes': moments, 'params_bytes': memory.bytes_of(params) // len(devices)}
-  return steps, stream.shapes_of(mesh_, steps, params, group), sizes
+  return steps, stream.shapes_of(mesh_, replay, steps, params, group), sizes
 
 
 def compile_phase(settings: Fit, phase: str, dtype: str) -> dict:
@@ -105,7 +106,7 @@ def compile_phase(settings: Fit, phase: str, dtype: str) -> dict:
   try:
     report = stream.compiled(steps, phase, shapes).memory_analysis()
     part = {'bytes': common.program_bytes(report), 'temp_bytes': report.temp_size_in_bytes,
-            'argument_bytes': report.argument_size_in_bytes}
+            'argument_bytes': report.argument_size_in_bytes, 'host_bytes': common.program_bytes(report, 'host_')}
   except jax.errors.JaxRuntimeError as error:
     part = {'bytes': None, 'refused': ' '.join(str(error).split())[:400]}
   return sizes | {f'{phase}_{name}': value for name, value in part.items()} | {

@@ -71,7 +71,7 @@ def main(flags):
   params = model.init(shape, jax.random.key(0), flags.dtype)
   steps = stream.make_steps(mesh_, shape, replay, objectives.make_objective('grpo', ObjectiveConfig()), group)
   started = time.perf_counter()
-  shapes = stream.shapes_of(mesh_, steps, params, group)
+  shapes = stream.shapes_of(mesh_, replay, steps, params, group)
   made = steps._replace(**{name: stream.compiled(steps, name, shapes) for name in stream.ARGUMENTS})
   report = {phase: common.program_bytes(getattr(made, phase).memory_analysis()) for phase in resume.PHASES}
   took = time.perf_counter() - started

@@ -18,7 +18,7 @@ def test_goes_on_after_a_kill(tmp_path, capsys):
   shape, replay = engine.SMALL, dataclasses.replace(engine.REPLAY, prefix_capacity=128)
   group, params = engine.make(shape, 125, [7, 3], replay=replay), engine.parameters(shape)
   steps = stream.make_steps(mesh.make_mesh(1, 2), shape, replay, objectives.make_objective('grpo', engine.OBJECTIVE), group)
-  shapes = stream.shapes_of(mesh.make_mesh(1, 2), steps, params, group)
+  shapes = stream.shapes_of(mesh.make_mesh(1, 2), replay, steps, params, group)
   steps = steps._replace(**{name: stream.compiled(steps, name, shapes) for name in stream.ARGUMENTS})
   done, note = [], {}
 
