@@ -111,13 +111,12 @@ def make_steps(mesh_, model, replay, objective: Objective, groups) -> Steps:
       replay=make(replay_, (params, group, captured, pulling, P()), (row, pulling), donate_argnums=3),
       pull=make(pull, (params, group, captured, pulling, P(), P()), pulling, donate_argnums=3),
       finish=make(lambda grads: mesh.reduce_gradients(_take(grads), split), (share,), params),
-      specs={'params': params, 'groups': group, 'captured': captured, 'grads': share, 'pulling': pulling, 'out': row})
+      specs={'params': params, 'groups': group, 'captured': captured, 'pulling': pulling, 'out': row})
 
 
-def shapes_of(mesh_, replay, steps: Steps, params, groups) -> dict:
-  """ShapeDtypeStructs with shardings of all that ARGUMENTS names, and of what replay puts `out`."""
+def held_shapes(mesh_, replay, steps: Steps, params, groups) -> dict:
+  """ShapeDtypeStructs with shardings of what is held between steps: params, groups, captured, pulling."""
   lay = lambda name, tree: mesh.abstract(mesh_, steps.specs[name], tree)
-  segment, weight = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)
   params, groups = lay('params', params), lay('groups', groups)
   on_host = lambda tree: jax.tree.map(lambda x: x.update(sharding=x.sharding.with_memory_kind('pinned_host')), tree)
   captured = lay('captured', jax.eval_shape(steps.open, params, groups))
@@ -127,9 +126,16 @@ def shapes_of(mesh_, replay, steps: Steps, params, groups) -> dict:
   if replay.offload:
     k, v = on_host((pulling.cotangent.k, pulling.cotangent.v))
     pulling = pulling.replace(cotangent=pulling.cotangent.replace(k=k, v=v))
-  out = jax.eval_shape(steps.replay, params, groups, captured, pulling, weight)[0]
-  return {'params': params, 'groups': groups, 'captured': captured, 'segment': segment, 'weight': weight,
-          'out': lay('out', out), 'pulling': pulling, 'grads': pulling.grads}
+  return {'params': params, 'groups': groups, 'captured': captured, 'pulling': pulling}
+
+
+def shapes_of(mesh_, replay, steps: Steps, params, groups) -> dict:
+  """ShapeDtypeStructs with shardings of all that ARGUMENTS names, and of what replay puts `out`."""
+  held = held_shapes(mesh_, replay, steps, params, groups)
+  held |= {'grads': held['pulling'].grads, 'segment': jax.ShapeDtypeStruct((), jnp.int32),
+           'weight': jax.ShapeDtypeStruct((), jnp.float32)}
+  out = jax.eval_shape(steps.replay, *[held[name] for name in ARGUMENTS['replay']])[0]
+  return held | {'out': mesh.abstract(mesh_, steps.specs['out'], out)}
 
 
 def compiled(steps: Steps, name: str, shapes: dict):

@@ -3,6 +3,7 @@
     .venv/bin/pip install libtpu==0.0.42.1
     bash launch.sh fit --model=qwen3.5-27b --prefix_len=2097152
     bash launch.sh fit --model=qwen3.5-27b --prefix_len=4456448 --lora_rank=16 --cotangent_dtype=bfloat16
+    bash launch.sh fit --topology=cpu:8 --dtype=float32 --model=bench --prefix_len=32768 --segment_len=2048
 
 Compiles capture, replay and pull of a group ahead of time, as stream.py runs them, with parameters and gradients
 sharded over all chips, and prints bytes per chip of each. Nothing is run. Optimizer moments are counted, not compiled:
@@ -21,20 +22,20 @@ from jax.experimental import topologies
 import jax.numpy as jnp
 import numpy as np
 
-from branchreplay import config, lora, mesh, model, objectives, stream
-from branchreplay.config import ObjectiveConfig, ReplayConfig, UserError
+from branchreplay import config, hf, lora, mesh, model, objectives, stream
+from branchreplay.config import ModelConfig, ObjectiveConfig, ReplayConfig, UserError
 from experiments import common, memory, problems, resume
 
 CHIP_GB = {'v5p': 102.8, 'v5e': 17.2, 'v4': 34.4, 'v6e': 34.4}  # high-bandwidth memory of a chip, 1e9 bytes
 OF_REPLAY = ('segment_len', 'replay_batch', 'key_block', 'row_block', 'vocab_rows', 'mode', 'keep', 'accumulate_dtype',
-             'cotangent_dtype', 'history_dtype', 'offload')
+             'cotangent_dtype', 'history_dtype', 'offload', 'shard_params')
 
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-  model: str = 'qwen3.5-27b'  # preset, see config.py
+  model: str = 'qwen3.5-27b'  # preset, or a folder with a config.json
   repeats: int = 0  # of the preset's layer pattern, if more than 0
-  topology: str = 'v5p:2x2x2'  # TPU kind and shape; all chips are the seq axis
+  topology: str = 'v5p:2x2x2'  # TPU kind and shape, or cpu:N of virtual devices; all chips are the seq axis
   prefix_len: int = 2097152  # positions of the prompt
   branches: int = 8  # responses
   branch_len: int = 1024  # tokens of a response
@@ -48,6 +49,7 @@ class Fit:
   accumulate_dtype: str = 'float32'  # sums of gradients, and of dK/dV
   cotangent_dtype: str = ''  # of dK/dV, if not accumulate_dtype
   history_dtype: str = ''  # of the recurrent states kept for the pull, if not float32
+  shard_params: bool = True  # split parameters and gradients over the chips
   offload: bool = False  # keep dK/dV and the recurrent states kept for the pull in the host's memory
   lora_rank: int = 0  # of adapters beside frozen matrices; 0: all is trained
   phases: tuple[str, ...] = resume.PHASES  # capture, replay, pull
@@ -62,18 +64,20 @@ def define(flags):
 
 def chips(topology: str) -> list:
   """The devices of a topology that need not be there; UserError where the compiler is not, or knows no such one."""
+  if topology.startswith('cpu:') and topology[4:].isdecimal() and int(topology[4:]):
+    return mesh.make_mesh(1, int(topology[4:])).devices.flat
   try:
     return topologies.get_topology_desc(platform='tpu', topology_name=topology).devices
   except Exception as error:  # of several libraries, all without a type of their own
     raise UserError(f'no compiler for {topology!r} ({str(error).splitlines()[0]}); install libtpu==0.0.42.1, and name a topology such as v5p:2x2x2.')
 
 
-def configurations(settings: Fit, seq: int):
-  """The model and replay settings, checked."""
-  shape = config.preset(settings.model)
+def configurations(settings, seq: int) -> tuple[ModelConfig, ReplayConfig]:
+  """The model and replay settings of a Fit or of plan.py's Plan, checked."""
+  shape = hf.read_config(settings.model) if os.path.isdir(settings.model) else config.preset(settings.model)
   shape = dataclasses.replace(shape, lora_rank=settings.lora_rank, repeats=settings.repeats or shape.repeats)
   replay = ReplayConfig(branch_segment_len=settings.branch_len, prefix_capacity=settings.prefix_len,
-                        branch_capacity=settings.branch_len, shard_params=True,
+                        branch_capacity=settings.branch_len,
                         **{name: getattr(settings, name) for name in OF_REPLAY})
   config.check_model(shape)
   config.check_replay(replay, seq, settings.branches)
@@ -90,12 +94,12 @@ def abstract_group(shape, replay: ReplayConfig, branches: int, branch_len: int):
 
 def problem(settings: Fit, devices, dtype: str):
   """The steps of an update on `devices`, and the shapes of their arguments."""
-  mesh_ = jax.sharding.Mesh(np.array(devices).reshape(1, -1), (mesh.DATA, mesh.SEQ))
-  shape, replay = configurations(settings, len(devices))
+  mesh_ = jax.sharding.Mesh(np.array(list(devices)).reshape(1, -1), (mesh.DATA, mesh.SEQ))
+  shape, replay = configurations(settings, mesh_.size)
   group, params = abstract_group(shape, replay, settings.branches, settings.branch_len), model.shapes(shape, dtype)
   steps = stream.make_steps(mesh_, shape, replay, objectives.make_objective('grpo', ObjectiveConfig()), group)
-  moments = 2 * 4 * sum(x.size for x in jax.tree.leaves(lora.trainable(shape, params))) // len(devices)
-  sizes = {'chips': len(devices), 'adam_bytes': moments, 'params_bytes': memory.bytes_of(params) // len(devices)}
+  moments = 2 * 4 * sum(x.size for x in jax.tree.leaves(lora.trainable(shape, params))) // mesh_.size
+  sizes = {'chips': mesh_.size, 'adam_bytes': moments, 'params_bytes': memory.bytes_of(params) // mesh_.size}
   return steps, stream.shapes_of(mesh_, replay, steps, params, group), sizes
 
 
