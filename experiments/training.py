@@ -5,7 +5,7 @@
 import contextlib
 import dataclasses
 import io
-import os
+import types
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,7 @@ from experiments import common, guards, sources
 
 REPLAY = ReplayConfig(segment_len=512, branch_segment_len=8, prefix_capacity=0, branch_capacity=0,
                       replay_batch=8, keep='auto')
+NO_ROWS = types.SimpleNamespace(write=lambda row: None)  # the writer of all processes but the first
 
 
 def define(flags):
@@ -140,11 +141,11 @@ def opened(run: Run, optimizer, may_change, **more):
   workdir = processes.from_first(lambda: checkpoint.claim_workdir(run.where.workdir, resolved(run) | more, may_change))
   if not all(processes.from_all((workdir / 'config.json').exists())):
     raise UserError(f'{workdir} is not the same folder on all hosts; give a --workdir that they share.')
-  alone = processes.is_first()
-  with (checkpoint.only_writer(workdir) if alone else contextlib.nullcontext(), checkpoint.open_checkpoints(workdir) as manager,
+  first = processes.is_first()
+  with (checkpoint.only_writer(workdir) if first else contextlib.nullcontext(), checkpoint.open_checkpoints(workdir) as manager,
         common.sigterm('stopped before the first update; the same command begins anew, or where its checkpoint is.') as stop):
     start, learner = restore(run, manager, make_learner(run, optimizer))
-    with metrics.JsonlWriter(workdir / 'metrics.jsonl' if alone else os.devnull, start or 0) as writer:
+    with metrics.JsonlWriter(workdir / 'metrics.jsonl', start or 0) if first else contextlib.nullcontext(NO_ROWS) as writer:
       writer.write({'stage': 'start', 'step': start or 0} | common.provenance())
       yield Opened(workdir, manager, writer, stop, start, learner)
 
@@ -259,8 +260,8 @@ def make_learner(run: Run, optimizer) -> Learner:
 def on_mesh(run: Run, tree):
   """Lays leaves that are not on all of the mesh over it, so that restored ones lie where parameters do."""
   whole = NamedSharding(run.mesh, PartitionSpec())
-  return jax.tree.map(
-      lambda x: x if x.sharding.device_set == whole.device_set else jax.device_put(x, whole), tree)
+  lay = jax.jit(lambda x: x, out_shardings=whole)  # device_put lays no key over several processes
+  return jax.tree.map(lambda x: x if x.sharding.device_set == whole.device_set else lay(x), tree)
 
 
 def update_function(optimizer):
