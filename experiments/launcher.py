@@ -206,7 +206,7 @@ def _verdict(workers: list[Worker], asked: bool, join_seconds: int) -> int:
   if worker.lost_others:
     if 'RegisterTask' in worker.written:
       say(f'{name}: the {place.count} processes did not find each other at {place.coordinator or "the first node"} within '
-          f'{join_seconds} seconds; start all of them, and see that the address can be reached.')
+          f'{join_seconds} seconds; start all of them, and see that the address can be reached and its port is free.')
       return 2
     say(f'{name} has lost another one, which has ended or cannot be reached; see what that one says.')
     return 1

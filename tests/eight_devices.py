@@ -12,22 +12,28 @@ from branchreplay import gradients, mesh, model, objectives, processes
 from experiments import common
 from tests import engine
 
-LAYOUTS = ((1, 8, False), (2, 4, True))  # data, seq, whether parameters are split
+# data, seq, whether parameters are split, layers: across processes go those of `seq` first, then of `data`
+LAYOUTS = ((1, 8, False, ('deltanet', 'full')), (2, 4, True, ('full',)))
 
 
-def gradient(data: int, seq: int, shard_params: bool) -> np.ndarray:
-  """The flat gradient of two groups, different ones on the rows of the data axis."""
-  groups = jax.tree.map(lambda *x: np.concatenate(x), engine.make(engine.SMALL, 75, [17, 0, 9], seed=1),
-                        engine.make(engine.SMALL, 40, [3, 24, 1], seed=2))
-  replay = dataclasses.replace(engine.REPLAY, shard_params=shard_params)
-  function = gradients.gradient_function(mesh.make_mesh(data, seq), engine.SMALL, replay,
+def gradient(data: int, seq: int, shard_params: bool, pattern) -> np.ndarray:
+  """The flat gradient of two groups, each on its row of the data axis where that has two."""
+  shape = dataclasses.replace(engine.SMALL, pattern=pattern)
+  replay = dataclasses.replace(engine.REPLAY, shard_params=shard_params, keep='layers', branch_capacity=8)
+  groups = jax.tree.map(lambda *x: np.concatenate(x), engine.make(shape, 75, [7, 0, 3], seed=1, replay=replay),
+                        engine.make(shape, 40, [3, 8, 1], seed=2, replay=replay))
+  function = gradients.gradient_function(mesh.make_mesh(data, seq), shape, replay,
                                          objectives.make_objective('grpo', engine.OBJECTIVE), groups)
-  params = model.init(engine.SMALL, jax.random.key(0), np.dtype('float64'))
+  params = model.init(shape, jax.random.key(0), np.dtype('float64'))
   return engine.flat(processes.fetch(function(params, groups)))
 
 
+def gradients_of_all() -> dict[str, np.ndarray]:
+  return {f'{data}x{seq}': gradient(data, seq, *more) for data, seq, *more in LAYOUTS}
+
+
 def main(flags):
-  found = {f'{data}x{seq}': gradient(data, seq, shard) for data, seq, shard in LAYOUTS}
+  found = gradients_of_all()
   if processes.is_first():
     np.savez(flags.out, processes=jax.process_count(), **found)
 
