@@ -194,11 +194,11 @@ def main(flags):
 def finish(run: Run, workdir, learner: Learner, evaluate, seconds: float) -> None:
   """Evaluates at 1x, 2x and 4x the trained length; figure, summary in words, one row."""
   train = run.train
-  rows = plots.read_rows(workdir / 'metrics.jsonl')
   held_out = {f'{k}x': evaluate(learner.params, k * train.prompt_len)
               for k in ((1,) if train.data_file else (1, 2, 4))}
   if not processes.is_first():
     return
+  rows = plots.read_rows(workdir / 'metrics.jsonl')
   before = next((r['reward'] for r in rows if r['stage'] == 'eval' and r['step'] == 0), None)
   updates = [r for r in rows if r['stage'] == 'rl']
   positions = sum(r['positions'] for r in updates)

@@ -139,7 +139,7 @@ def test_two_processes_have_the_gradient_of_one(tmp_path):
 
 TINY = ['--model=tiny-dense', '--data_file=prompts.jsonl', '--reward=own_reward:score', '--prompt_len=32', '--prompts=2',
         '--branches=4', '--samples=0', '--resample=0', '--data=2', '--seq=4', '--segment_len=32', '--eval_prompts=2',
-        '--eval_samples=2', '--checkpoint_every=2', '--kl_coef=0.1', '--dtype=float32']
+        '--eval_samples=2', '--checkpoint_every=2', '--dtype=float32']
 
 
 def rows(workdir: Path) -> list[dict]:
