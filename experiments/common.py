@@ -82,10 +82,10 @@ def _kinds(config, skip) -> dict:
 def run(define, main, argv: list[str] | None = None, several: bool = False) -> None:
   """Parses flags, sets JAX up before a backend starts and calls `main(flags)`.
 
-  Adds --dtype and --virtual_devices, whose defaults `define` may change with `flags.set_default`, and
-  the launcher's flags; only a script that says `several` runs as several processes. A user's mistake ends the process with status 2 and one
-  sentence on stderr, an interrupt with 130, a script that SIGTERM stopped with 0; any other
-  exception is ours and passes.
+  Adds --dtype and --virtual_devices, whose defaults `define` may change with `flags.set_default`,
+  and the launcher's flags; only a script that says `several` runs as several processes. A user's
+  mistake ends the process with status 2 and one sentence on stderr, an interrupt with 130, a script
+  that SIGTERM stopped with 0; any other exception is ours and passes.
   """
   argv = sys.argv if argv is None else argv
   flags = absl_flags.FlagValues()

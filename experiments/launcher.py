@@ -115,11 +115,10 @@ def launch(place: Place, module: str, arguments: list[str], join_seconds: int) -
 
   When one fails the others are ended. SIGTERM is passed on to all.
   """
+  places = [place]
   if place.index is None:
-    places = [Place(place.count, i, f'127.0.0.1:{_free_port()}', [i]) for i in range(place.count)]
-    places = [p._replace(coordinator=places[0].coordinator) for p in places]
-  else:
-    places = [place]
+    coordinator = f'127.0.0.1:{_free_port()}'
+    places = [Place(place.count, i, coordinator, [i]) for i in range(place.count)]
   with tempfile.TemporaryDirectory() as folder:
     workers = [Worker(p, Path(folder), module, arguments, join_seconds) for p in places]
     asked = []

@@ -143,7 +143,7 @@ def reinforce(run: Run, learner: Learner, optimizer, start: int, writer, manager
   """All updates from `start` on; returns the learner. Raises Stopped, with all saved, once `stop.asked`."""
   train = run.train
   functions = rollouts.make_functions(run, optimizer)
-  with training.progress(train.steps, start) as progress:
+  with training.show_progress(train.steps, start) as progress:
     for step in range(start, train.steps):
       before = learner
       try:

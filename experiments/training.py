@@ -142,7 +142,8 @@ def opened(run: Run, optimizer, may_change, **more):
   if not all(processes.from_all((workdir / 'config.json').exists())):
     raise UserError(f'{workdir} is not the same folder on all hosts; give a --workdir that they share.')
   first = processes.is_first()
-  with (checkpoint.only_writer(workdir) if first else contextlib.nullcontext(), checkpoint.open_checkpoints(workdir) as manager,
+  with (checkpoint.only_writer(workdir) if first else contextlib.nullcontext(),
+        checkpoint.open_checkpoints(workdir) as manager,
         common.sigterm('stopped before the first update; the same command begins anew, or where its checkpoint is.') as stop):
     start, learner = restore(run, manager, make_learner(run, optimizer))
     with metrics.JsonlWriter(workdir / 'metrics.jsonl', start or 0) if first else contextlib.nullcontext(NO_ROWS) as writer:
@@ -158,11 +159,11 @@ def updates(run: Run, held: 'Opened', learner: Learner, step_of, evaluate, shown
   """
   train, start = run.train, held.start or 0
   held.stop.save_first()
-  with progress(train.steps, start) as shown_so_far:
+  with show_progress(train.steps, start) as progress:
     for step in range(start, train.steps):
       learner, row = step_of(learner, step)
       held.writer.write(row)
-      shown_so_far.update(step + 1, row['positions'], row[shown], row['loss'])
+      progress.update(step + 1, row['positions'], row[shown], row['loss'])
       last = step + 1 == train.steps
       if last or (step + 1) % train.eval_every == 0:
         held.writer.write({'stage': 'eval', 'step': step + 1} | evaluate(learner))
@@ -173,8 +174,8 @@ def updates(run: Run, held: 'Opened', learner: Learner, step_of, evaluate, shown
   return learner
 
 
-def progress(steps: int, start: int) -> metrics.Progress:
-  """What people see of the updates; of several processes the first shows it."""
+def show_progress(steps: int, start: int) -> metrics.Progress:
+  """Progress for people; of several processes the first shows it."""
   return metrics.Progress(steps, start, stream=None if processes.is_first() else io.StringIO())
 
 

@@ -111,11 +111,11 @@ def test_processes_end_together_and_one_sentence_says_why(tmp_path, deeds, statu
   assert time.monotonic() - started < 30
 
 
-def start(module, *flags, cwd=None):
+def start(module, *flags):
   """Two processes of four devices."""
   env = os.environ | {'PYTHONPATH': str(common.ROOT), 'JAX_COMPILATION_CACHE_DIR': os.environ['BRANCHREPLAY_TEST_CACHE']}
-  return subprocess.Popen([sys.executable, '-m', module, '--processes=2', '--virtual_devices=4', *flags], cwd=cwd, env=env,
-                          text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+  return subprocess.Popen([sys.executable, '-m', module, '--processes=2', '--virtual_devices=4', *flags], env=env, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def test_a_coordinator_that_is_not_there(tmp_path):
@@ -142,8 +142,21 @@ TINY = ['--model=tiny-dense', '--data_file=prompts.jsonl', '--reward=own_reward:
         '--eval_samples=2', '--checkpoint_every=2', '--dtype=float32']
 
 
-def rows(workdir: Path) -> list[dict]:
-  lines = (workdir / 'metrics.jsonl').read_text().splitlines() if (workdir / 'metrics.jsonl').exists() else []
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+  """The current folder has prompts and a reward that depends on the response."""
+  monkeypatch.chdir(tmp_path)
+  Path('prompts.jsonl').write_text(''.join(json.dumps({'prompt': f'the fact is {i}', 'answer': str(i)}) + '\n' for i in range(20)))
+  Path('own_reward.py').write_text('def score(prompt, response, answer):\n  return sum(response.encode()) % 7 / 7\n')
+
+
+def run(*flags):
+  common.run(train.define, train.main, ['train', *TINY, *flags])
+
+
+def rows(workdir: str) -> list[dict]:
+  file = Path(workdir, 'metrics.jsonl')
+  lines = file.read_text().splitlines() if file.exists() else []
   return [row for row in map(json.loads, lines) if row['stage'] == 'rl']
 
 
@@ -160,14 +173,26 @@ def assert_same_updates(got: list[dict], want: list[dict]) -> None:
       assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-6), name
 
 
-def test_a_run_of_two_processes_is_that_of_one_and_ends_with_any_and_is_taken_up_by_one(tmp_path, monkeypatch):
-  monkeypatch.chdir(tmp_path)
-  Path('prompts.jsonl').write_text(''.join(json.dumps({'prompt': f'the fact is {i}', 'answer': str(i)}) + '\n' for i in range(20)))
-  Path('own_reward.py').write_text('def score(prompt, response, answer):\n  return sum(response.encode()) % 7 / 7\n')
-  process = start('experiments.train', *TINY, '--steps=200', '--workdir=two', cwd=tmp_path)
-  run = lambda *flags: common.run(train.define, train.main, ['train', *TINY, *flags])
+@pytest.mark.slow
+def test_two_processes_take_up_the_run_of_one_and_stop_when_asked(files):
+  run('--workdir=run', '--steps=2')
+  process = start('experiments.train', *TINY, '--steps=200', '--workdir=run')
+  while process.poll() is None and len(rows('run')) < 4:
+    time.sleep(0.1)
+  process.terminate()
+  out, err = process.communicate()
+  last = len(rows('run'))
+  assert (process.returncode, out) == (0, '') and 'going on after update 2' in err
+  assert err.splitlines()[-1] == f'stopped after update {last}, which is saved; the same command goes on from there.'
+  assert Path(f'run/checkpoints/{last}/checksums.json').exists() and err.count('stopped') == 1
+  run('--workdir=one', f'--steps={last}')
+  assert_same_updates(rows('run')[:4], rows('one')[:4])
+
+
+def test_a_run_of_two_processes_is_that_of_one_and_ends_with_any_and_is_taken_up_by_one(files):
+  process = start('experiments.train', *TINY, '--steps=200', '--workdir=two')
   run('--workdir=one', '--steps=4')
-  while process.poll() is None and len(rows(Path('two'))) < 3:
+  while process.poll() is None and len(rows('two')) < 3:
     time.sleep(0.1)
   os.kill(process_of(process.pid, 1), signal.SIGKILL)
   out, err = process.communicate()
@@ -175,6 +200,7 @@ def test_a_run_of_two_processes_is_that_of_one_and_ends_with_any_and_is_taken_up
   assert err.splitlines()[-1] == ('process 1 of 2 was ended by SIGKILL, and the others with it; what a checkpoint holds is kept.')
   assert 'Traceback' not in err and err.count('step 1/200') == 1  # process 0 alone speaks
   held = max(int(p.name) for p in Path('two/checkpoints').iterdir() if (p / 'checksums.json').exists())
-  assert_same_updates(rows(Path('two'))[:2], rows(Path('one'))[:2])
+  assert_same_updates(rows('two')[:2], rows('one')[:2])
   run('--workdir=two', f'--steps={held + 1}')
-  assert_same_updates(rows(Path('two'))[:4], rows(Path('one'))[:len(rows(Path('two')))])
+  assert len(rows('two')) == held + 1
+  assert_same_updates(rows('two')[:4], rows('one')[:held + 1])
