@@ -31,6 +31,7 @@ WORKER = 'BRANCHREPLAY_WORKER'  # tells a child what it is, as JSON
 SLURM_STEP = ('SLURM_JOB_ID', 'SLURM_STEP_NODELIST', 'SLURM_NTASKS', 'SLURM_PROCID', 'SLURM_LOCALID')
 HEARTBEAT_SECONDS = 60  # without one, a process counts as lost
 GRACE_SECONDS = 5  # in which the others may end by themselves
+LOST = 75  # status of a process whose collective failed for want of another
 
 
 class Place(NamedTuple):
@@ -164,8 +165,9 @@ class Worker:
 
   @property
   def lost_others(self) -> bool:
-    """Whether JAX ended it for want of another process."""
-    return self.status == -signal.SIGABRT and 'JAX distributed service detected fatal errors' in self.written
+    """Whether it ended for want of another process, by a collective or by JAX's heartbeats."""
+    aborted = self.status == -signal.SIGABRT and 'JAX distributed service detected fatal errors' in self.written
+    return aborted or self.status == LOST
 
   @property
   def written(self) -> str:
@@ -249,6 +251,8 @@ def leave(status: int) -> None:
 
 
 def _leave_with(kind, error, trace) -> None:
+  if issubclass(kind, jax.errors.JaxRuntimeError) and 'Gloo' in str(error):
+    leave(LOST)  # the launcher knows better which process ended, and how
   traceback.print_exception(kind, error, trace)
   leave(1)
 

@@ -51,7 +51,8 @@ def functions_of(run: Run):
     example = example.replace(ref_logprobs=np.zeros(example.mask.shape, run.dtype))
   gradient = gradients.gradient_function(run.mesh, run.model, run.replay, objective, example,
                                          run.train.full_sequence)
-  return gradient, with_reference, lambda params, groups: losses(score(params, groups), groups)
+  bare = lambda groups: groups.replace(ref_logprobs=None)  # as `score` was made for
+  return gradient, with_reference, lambda params, groups: losses(score(params, bare(groups)), groups)
 
 
 def evaluate(run: Run, with_reference, losses, learner: Learner) -> dict:

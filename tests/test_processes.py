@@ -86,6 +86,8 @@ if deed == 'stop':
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
   os.kill(told['launcher'], signal.SIGTERM)
   time.sleep(60)
+if deed == 'part':
+  sys.exit(75)
 if deed == 'die':
   os.kill(os.getpid(), signal.SIGKILL)
 sys.exit(deed or 0)  # a status, or what to say
@@ -96,6 +98,8 @@ sys.exit(deed or 0)  # a status, or what to say
     (['', ''], 0, 'process 0 2\n', ''),
     (['wait', 'die'], 1, 'process 0 2\n', 'process 1 of 2 was ended by SIGKILL, and the others with it; what a checkpoint holds is kept.\n'),
     (['die', 'lose'], 1, 'process 0 2\n', 'process 0 of 2 was ended by SIGKILL, and the others with it; what a checkpoint holds is kept.\n'),
+    (['part', 'die'], 1, 'process 0 2\n', 'process 1 of 2 was ended by SIGKILL, and the others with it; what a checkpoint holds is kept.\n'),
+    (['part', 'wait'], 1, 'process 0 2\n', 'process 0 of 2 has lost another one, which has ended or cannot be reached; see what that one says.\n'),
     (['no good', 'no good'], 1, 'process 0 2\n', 'no good\n'),
     (['wait', 'no room'], 1, 'process 0 2\n', 'process 1 of 2: process 1 2\nno room\n'),
     (['stop', 'wait'], 0, 'process 0 2\n',
