@@ -5,6 +5,8 @@
 #   bash launch.sh NAME [--flag=value ...]   experiments/NAME.py
 #   bash launch.sh test [pytest arguments]   the tests
 #
+# With --processes=2, under srun, or in an indexed Kubernetes job: one of several processes, see experiments/launcher.py.
+#
 # PYTHON=python3.12   makes .venv with this interpreter
 # VENV=folder         uses this environment as it is, and installs nothing
 set -euo pipefail

@@ -12,7 +12,7 @@ from absl import logging
 import jax
 import orbax.checkpoint as ocp
 
-from branchreplay import seals
+from branchreplay import processes, seals
 from branchreplay.config import UserError
 from branchreplay.metrics import plain
 
@@ -102,7 +102,7 @@ def save(manager: ocp.CheckpointManager, step: int, state, meta: dict) -> bool:
     saved = manager.save(step, args=ocp.args.Composite(
         state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(plain(meta))))
     manager.wait_until_finished()
-    if saved:
+    if saved and processes.is_first():  # all have written
       seals.seal(Path(folder))
   except Exception as error:  # of the file system, and as Orbax and TensorStore pass it on
     if not isinstance(error, OSError) and not _FROM_DISK.search(str(error)):
@@ -140,19 +140,23 @@ def restore_latest(manager: ocp.CheckpointManager, target, log=lambda text: None
   Damaged newer ones are moved to the folder `damaged`, out of the way of those to come.
   `target`: `jax.ShapeDtypeStruct`s with shardings. UserError, before a read, if it does not fit.
   """
-  step, bad = newest_good(manager, log)
+  step, bad = processes.from_first(lambda: newest_good(manager, log))
   if step is None:
     return None
   _check_fit(manager, step, manager.item_metadata(step).state.tree, target)
-  aside = Path(manager.directory).parent / 'damaged'
-  for damaged in bad:
-    aside.mkdir(exist_ok=True)
-    os.replace(manager.directory / str(damaged), aside / f'{damaged}-{time.time_ns()}')
+  processes.from_first(lambda: _put_aside(manager, bad))
   if bad:
     manager.reload()
   items = manager.restore(step, args=ocp.args.Composite(
       state=ocp.args.StandardRestore(target), meta=ocp.args.JsonRestore()))
   return step, items.state, items.meta
+
+
+def _put_aside(manager, steps: list[int]) -> None:
+  aside = Path(manager.directory).parent / 'damaged'
+  for step in steps:
+    aside.mkdir(exist_ok=True)
+    os.replace(manager.directory / str(step), aside / f'{step}-{time.time_ns()}')
 
 
 def restore_part(manager: ocp.CheckpointManager, name: str, target, log=lambda text: None) -> tuple[int, object] | None:

@@ -31,6 +31,9 @@ def make_mesh(data: int = 1, seq: int | None = None) -> Mesh:
     raise UserError(
         f'{data * seq} devices asked for (data={data} x seq={seq}), {len(devices)} available; '
         f'ask for fewer, or on a CPU for virtual ones with --virtual_devices={data * seq}.')
+  if jax.process_count() > 1 and data * seq < len(devices):
+    raise UserError(f'{jax.process_count()} processes hold {len(devices)} devices and all take part, but data={data} x '
+                    f'seq={seq} are {data * seq}; change either.')
   return Mesh(np.array(devices[:data * seq]).reshape(data, seq), (DATA, SEQ))
 
 

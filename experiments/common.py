@@ -28,9 +28,10 @@ import jax
 import jaxlib
 import numpy as np
 
-from branchreplay import config, prefix
+from branchreplay import config, prefix, processes
 from branchreplay.config import UserError
 from branchreplay.metrics import strict_json
+from experiments import launcher
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFINE = {bool: absl_flags.DEFINE_bool, int: absl_flags.DEFINE_integer, float: absl_flags.DEFINE_float,
@@ -78,13 +79,13 @@ def _kinds(config, skip) -> dict:
   return kinds
 
 
-def run(define, main, argv: list[str] | None = None) -> None:
+def run(define, main, argv: list[str] | None = None, several: bool = False) -> None:
   """Parses flags, sets JAX up before a backend starts and calls `main(flags)`.
 
-  Adds --dtype and --virtual_devices; `define` may change their default with
-  `flags.set_default`. A user's mistake ends the process with status 2 and one
-  sentence on stderr, an interrupt with 130, a script that SIGTERM stopped with 0; any other
-  exception is ours and passes.
+  Adds --dtype and --virtual_devices, whose defaults `define` may change with `flags.set_default`,
+  and the launcher's flags; only a script that says `several` runs as several processes. A user's
+  mistake ends the process with status 2 and one sentence on stderr, an interrupt with 130, a script
+  that SIGTERM stopped with 0; any other exception is ours and passes.
   """
   argv = sys.argv if argv is None else argv
   flags = absl_flags.FlagValues()
@@ -93,6 +94,7 @@ def run(define, main, argv: list[str] | None = None) -> None:
                             flag_values=flags)
   absl_flags.DEFINE_enum('dtype', 'float32', ['float32', 'bfloat16', 'float64'],
                          'dtype of the parameters', flag_values=flags)
+  launcher.define(flags)
   define(flags)
   try:
     extra = flags(argv)[1:]
@@ -105,6 +107,13 @@ def run(define, main, argv: list[str] | None = None) -> None:
       jax.config.update('jax_num_cpu_devices', flags.virtual_devices)
     if flags.dtype == 'float64':
       jax.config.update('jax_enable_x64', True)
+    if told := launcher.told():
+      launcher.join(told)
+    elif place := launcher.find_place(flags.processes, flags.process_id, flags.coordinator, os.environ):
+      if not several:
+        raise UserError('this script runs as one process; start it once, without --processes.')
+      module = sys.modules[main.__module__].__spec__.name
+      raise SystemExit(launcher.launch(place, module, argv[1:], flags.join_seconds))
     main(flags)
   except (UserError, absl_flags.Error) as error:
     _leave(2, str(error))
@@ -120,7 +129,10 @@ def run(define, main, argv: list[str] | None = None) -> None:
 
 def _leave(status: int, sentence: str) -> typing.NoReturn:
   sentence = ' '.join(sentence.split()).rstrip()
-  print(sentence if sentence.endswith(('.', '?')) else sentence + '.', file=sys.stderr, flush=True)
+  if status or processes.is_first():  # stopping is said once, a mistake by whoever meets it
+    print(sentence if sentence.endswith(('.', '?')) else sentence + '.', file=sys.stderr, flush=True)
+  if status:
+    launcher.leave(status)
   raise SystemExit(status) from None
 
 
@@ -150,23 +162,42 @@ class Stopped(Exception):
   """The run was asked to stop and did; its text is one sentence on how to go on."""
 
 
+class Stop:
+  """What a run knows of SIGTERM: `asked`, whether it came."""
+
+  def __init__(self, sentence: str):
+    self.asked, self._at_once = False, sentence
+
+  def save_first(self) -> None:
+    """From here on there is something to save before stopping."""
+    self._at_once = None
+    if in_main_thread():  # which alone gets signals
+      signal.signal(signal.SIGTERM, self.handle)
+
+  def handle(self, *_) -> None:
+    self.asked = True
+    if self._at_once:
+      raise Stopped(self._at_once)
+
+
+def in_main_thread() -> bool:
+  return threading.current_thread() is threading.main_thread()
+
+
 @contextlib.contextmanager
 def sigterm(sentence: str):
-  """Yields what knows of SIGTERM: `asked`, whether it came; while `at_once` is set it raises Stopped(at_once).
+  """Yields a Stop; SIGTERM raises Stopped(sentence) until `save_first()` is called.
 
-  sentence: `at_once` to begin with; set it to None once there is something to save first.
+  Until then one process of several is simply ended, even where it waits for another: its launcher
+  says the sentence. Whether to stop is for all of them to agree on, see `processes.from_all`.
   """
-  stop = types.SimpleNamespace(asked=False, at_once=sentence)
-
-  def handle(*_):
-    stop.asked = True
-    if stop.at_once:
-      raise Stopped(stop.at_once)
-
-  if threading.current_thread() is not threading.main_thread():  # which alone gets signals
+  stop = Stop(sentence)
+  if not in_main_thread():
     yield stop
     return
-  before = signal.signal(signal.SIGTERM, handle)
+  before = signal.getsignal(signal.SIGTERM)
+  if jax.process_count() == 1:
+    signal.signal(signal.SIGTERM, stop.handle)
   try:
     yield stop
   finally:
@@ -174,8 +205,9 @@ def sigterm(sentence: str):
 
 
 def emit(row: dict) -> None:
-  """Prints a row as one line of strict JSON on stdout."""
-  print(strict_json(row), flush=True)
+  """Prints a row as one line of strict JSON on stdout; of several processes the first does."""
+  if processes.is_first():
+    print(strict_json(row), flush=True)
 
 
 def device_bytes() -> int:
@@ -183,7 +215,8 @@ def device_bytes() -> int:
   stats = jax.local_devices()[0].memory_stats() or {}
   if 'bytes_limit' in stats:
     return stats['bytes_limit']
-  return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') // jax.local_device_count()
+  sharing = jax.local_device_count() * processes.on_this_host()
+  return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') // sharing
 
 
 def program_bytes(report, of: str = '') -> int:
@@ -198,17 +231,20 @@ def program_bytes(report, of: str = '') -> int:
 def fit_keep(model, replay, seq: int, dtype, captures: int = 1):
   """`replay` with keep=auto settled: the most that fits in an eighth of a device's memory, `captures` times.
 
-  Of all its memory, so that a run taken up on the same machine does as it did before.
+  Of all its memory, so that a run taken up on the same machine does as it did before; of the
+  process that has least.
   """
   if replay.keep != 'auto':
     return replay
-  room = device_bytes() // 8
-  sizes = prefix.kept_bytes(model, replay, seq, dtype)
-  return dataclasses.replace(replay, keep=[keep for keep in config.KEEPS if captures * sizes[keep] <= room][-1])
+  room, sizes = device_bytes() // 8, prefix.kept_bytes(model, replay, seq, dtype)
+  fitting = sum(captures * sizes[keep] <= room for keep in config.KEEPS)  # they grow
+  return dataclasses.replace(replay, keep=config.KEEPS[processes.from_all(fitting).min() - 1])
 
 
 def append_row(path: str | os.PathLike, row: dict) -> None:
-  """Appends a row to the JSONL file `path`, made with its folders where it is not there."""
+  """Appends a row to the JSONL file `path`, made with its folders where it is not there; of several processes the first does."""
+  if not processes.is_first():
+    return
   try:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, 'a', encoding='utf-8') as file:
@@ -227,6 +263,7 @@ def provenance() -> dict:
       'python': platform.python_version(), 'jax': jax.__version__, 'jaxlib': jaxlib.__version__,
       'numpy': np.__version__,
       'platform': device.platform, 'device': device.device_kind, 'devices': jax.device_count(),
+      'processes': jax.process_count(),
       'cpu_cores': cores,
       'time': datetime.datetime.now(datetime.timezone.utc).isoformat(timespec='seconds'),
   }
@@ -245,5 +282,6 @@ def commit() -> str | None:
 
 
 def log(text: str) -> None:
-  """Says something to the user, on stderr: stdout is for rows."""
-  print(text, file=sys.stderr, flush=True)
+  """Says something to the user, on stderr: stdout is for rows. Of several processes the first does."""
+  if processes.is_first():
+    print(text, file=sys.stderr, flush=True)

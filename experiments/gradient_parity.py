@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from branchreplay import config, gradients, hf, mesh, model, objectives
+from branchreplay import config, gradients, hf, mesh, model, objectives, processes
 from branchreplay.config import ObjectiveConfig, ReplayConfig, UserError
 from experiments import common, problems
 
@@ -75,7 +75,7 @@ def run(settings: Parity, problem, devices: int, dtype: str, mode: str = 'exact'
   group = group_of(replay, dtype)
   function = gradients.gradient_function(mesh_, shape, replay, objective_of(), group, full_sequence)
   result = jax.block_until_ready(function(params_of(mesh_, replay, dtype), group))
-  return jax.device_get(result)
+  return processes.fetch(result)
 
 
 def row_of(settings: Parity, mode: str, devices: int, dtype: str, result, reference, truth) -> dict:
@@ -125,11 +125,11 @@ def main(flags):
       if settings.out:
         common.append_row(settings.out, row)
       common.emit(row)
-  if settings.grads_out:
+  if settings.grads_out and processes.is_first():
     hf.write_gradients(settings.grads_out, result.grads, problem[0])
-  if settings.logprobs_out:
+  if settings.logprobs_out and processes.is_first():
     np.savez(settings.logprobs_out, logprobs=np.asarray(result.scores.logprob[0][:, :settings.branch_len]))
 
 
 if __name__ == '__main__':
-  common.run(define, main)
+  common.run(define, main, several=True)

@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from branchreplay import processes
+
 LEAST = 8  # norms to have seen before one can be called a spike
 
 
@@ -43,6 +45,6 @@ def moved(groups: list, results: list) -> float:
   gaps, counts = 0.0, 0.0
   for g, r in zip(groups, results):
     if g.old_logprobs is not None:
-      gaps += float(np.sum((np.asarray(g.old_logprobs) - np.asarray(r.scores.logprob)) * (g.mask > 0)))
+      gaps += float(np.sum((np.asarray(g.old_logprobs) - processes.fetch(r.scores.logprob)) * (g.mask > 0)))
       counts += float(np.sum(g.mask > 0))
   return gaps / max(counts, 1.0)

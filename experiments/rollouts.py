@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from branchreplay import batch, gradients, objectives, sample
+from branchreplay import batch, gradients, objectives, processes, sample
 from branchreplay.advantages import (
     branch_advantages, gae, overlong_penalty, penalized_rewards, preference_order, token_rewards, whiten,
     widest_subset)
@@ -67,14 +67,15 @@ def make_functions(run: Run, optimizer) -> Functions:
 def batch_function(run: Run, functions: Functions, kind: str, groups):
   """The jitted function `kind` for groups of this shape.
 
-  captured, fresh: the gradient on given captures or its own; score, score_captured; capture.
+  captured, fresh: the gradient on given captures or its own; score, score_captured: as numpy; capture.
   """
   key = kind, jax.tree.structure(groups)
   if key not in functions.compiled:
     if kind == 'capture':
       made = gradients.capture_function(run.mesh, run.model, run.replay, groups)
     elif kind.startswith('score'):
-      made = gradients.score_function(run.mesh, run.model, run.replay, groups, kind == 'score_captured')
+      score = gradients.score_function(run.mesh, run.model, run.replay, groups, kind == 'score_captured')
+      made = lambda *arguments: processes.fetch(score(*arguments))
     else:
       made = gradients.gradient_function(
           run.mesh, run.model, run.replay, objectives.make_objective(run.train.objective, run.objective), groups,
@@ -95,8 +96,8 @@ def sampled(run: Run, functions: Functions, learner: Learner, examples, key) -> 
   """Responses decoded from the policy, rewarded by the source."""
   rollout, captured = functions.rollout(learner.params, training.stack_prompts(run.replay, [e.prompt for e in examples]),
                                         jax.random.split(key, len(examples)), training.sampling_of(run))
-  length = np.asarray(rollout.length)
-  rows = lambda x: [[row[:n] for row, n in zip(*group)] for group in zip(np.asarray(x), length)]
+  rollout = processes.fetch(rollout)
+  rows = lambda x: [[row[:n] for row, n in zip(*group)] for group in zip(x, rollout.length)]
   return Responses(rows(rollout.tokens), rows(rollout.logprobs), training.rewards_of(run.source, examples, rollout), captured)
 
 
@@ -125,7 +126,7 @@ def roll_out(run: Run, functions: Functions, learner: Learner, examples, key) ->
   reference = training.reference_of(run, learner)
   if reference is not None:
     scores = batch_function(run, functions, 'score', groups)(reference, groups)
-    groups = groups.replace(ref_logprobs=np.asarray(scores.logprob))
+    groups = groups.replace(ref_logprobs=scores.logprob)
   if train.overlong_buffer:
     shaped = shaped + overlong_penalty(length, train.max_new_tokens, train.overlong_buffer)
   if objective.kl_coef and objective.kl_in == 'reward' and train.objective != 'ppo':
@@ -148,7 +149,7 @@ def with_critic(run: Run, functions: Functions, params, batches: list[Batch]) ->
   objective, out = run.objective, []
   for data in batches:
     groups = data.groups
-    scores = jax.device_get(batch_function(run, functions, 'score', groups)(params, groups))
+    scores = batch_function(run, functions, 'score', groups)(params, groups)
     rewards = np.stack([token_rewards(*x) for x in zip(data.shaped, groups.mask)])
     if objective.kl_coef and objective.kl_in == 'reward':
       kl = objectives.kl_estimate(scores.logprob, groups.ref_logprobs, groups.mask, objective.kl_kind)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from branchreplay import mesh, metrics, objectives
+from branchreplay import mesh, metrics, objectives, processes
 from branchreplay.config import UserError
 from experiments import common, guards, plots, rollouts, training, warmup
 from experiments.refresh import Kept, refresh
@@ -96,7 +96,7 @@ def train_step(run: Run, functions: rollouts.Functions, learner: Learner, step: 
   kept, drifts, epochs = Kept([]), [], 0
   for epoch in range(train.inner_epochs):
     if epoch and batches[0].groups.old_logprobs is None:
-      batches = [data._replace(groups=data.groups.replace(old_logprobs=np.asarray(r.scores.logprob)))
+      batches = [data._replace(groups=data.groups.replace(old_logprobs=processes.fetch(r.scores.logprob)))
                  for data, r in zip(batches, results)]
     if total is None:
       results = []
@@ -143,7 +143,7 @@ def reinforce(run: Run, learner: Learner, optimizer, start: int, writer, manager
   """All updates from `start` on; returns the learner. Raises Stopped, with all saved, once `stop.asked`."""
   train = run.train
   functions = rollouts.make_functions(run, optimizer)
-  with metrics.Progress(train.steps, start) as progress:
+  with training.show_progress(train.steps, start) as progress:
     for step in range(start, train.steps):
       before = learner
       try:
@@ -160,7 +160,7 @@ def reinforce(run: Run, learner: Learner, optimizer, start: int, writer, manager
       last = step + 1 == train.steps
       if last or (step + 1) % train.eval_every == 0:
         writer.write({'stage': 'eval', 'step': step + 1, 'reward': evaluate(learner.params, train.prompt_len)})
-      if stop.asked and not last:
+      if not last and processes.from_all(stop.asked).any():
         training.save_and_stop(manager, step + 1, learner)
       if last or (step + 1) % train.checkpoint_every == 0:
         training.save(manager, step + 1, learner)
@@ -186,7 +186,7 @@ def main(flags):
       learner = training.on_mesh(run, learner._replace(
           params=params, opt_state=jax.jit(optimizer.init)(params), reference=reference))
       training.save(held.manager, 0, learner)
-    held.stop.at_once = None  # from here on there is an update to save first
+    held.stop.save_first()
     learner = reinforce(run, learner, optimizer, start, held.writer, held.manager, evaluate, held.stop)
     finish(run, held.workdir, learner, evaluate, time.monotonic() - started)
 
@@ -194,9 +194,11 @@ def main(flags):
 def finish(run: Run, workdir, learner: Learner, evaluate, seconds: float) -> None:
   """Evaluates at 1x, 2x and 4x the trained length; figure, summary in words, one row."""
   train = run.train
-  rows = plots.read_rows(workdir / 'metrics.jsonl')
   held_out = {f'{k}x': evaluate(learner.params, k * train.prompt_len)
               for k in ((1,) if train.data_file else (1, 2, 4))}
+  if not processes.is_first():
+    return
+  rows = plots.read_rows(workdir / 'metrics.jsonl')
   before = next((r['reward'] for r in rows if r['stage'] == 'eval' and r['step'] == 0), None)
   updates = [r for r in rows if r['stage'] == 'rl']
   positions = sum(r['positions'] for r in updates)
@@ -221,4 +223,4 @@ def finish(run: Run, workdir, learner: Learner, evaluate, seconds: float) -> Non
 
 
 if __name__ == '__main__':
-  common.run(define, main)
+  common.run(define, main, several=True)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from branchreplay import batch, gradients, objectives
+from branchreplay import batch, gradients, objectives, processes
 from branchreplay.config import UserError
 from experiments import common, training
 from experiments.training import Learner, Run
@@ -44,14 +44,15 @@ def functions_of(run: Run):
   def with_reference(reference, groups):
     if reference is None:
       return groups
-    return groups.replace(ref_logprobs=np.asarray(score(reference, groups).logprob))
+    return groups.replace(ref_logprobs=processes.fetch(score(reference, groups).logprob))
 
   losses = jax.jit(jax.vmap(lambda scores, group: objective.loss(scores, group)[1]))
   if training.needs_reference(run):
     example = example.replace(ref_logprobs=np.zeros(example.mask.shape, run.dtype))
   gradient = gradients.gradient_function(run.mesh, run.model, run.replay, objective, example,
                                          run.train.full_sequence)
-  return gradient, with_reference, lambda params, groups: losses(score(params, groups), groups)
+  bare = lambda groups: groups.replace(ref_logprobs=None)  # as `score` was made for
+  return gradient, with_reference, lambda params, groups: losses(score(params, bare(groups)), groups)
 
 
 def evaluate(run: Run, with_reference, losses, learner: Learner) -> dict:
@@ -101,4 +102,4 @@ def main(flags):
 
 
 if __name__ == '__main__':
-  common.run(define, main)
+  common.run(define, main, several=True)

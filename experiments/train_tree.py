@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from branchreplay import objectives, sample, tasks, tree, trie, turns
+from branchreplay import objectives, processes, sample, tasks, tree, trie, turns
 from branchreplay.config import UserError
 from branchreplay.turns import Trajectory
 from experiments import common, plots, training, warmup
@@ -76,12 +76,12 @@ def sample_lookups(run: Run, settings: Trees, functions: Functions, params, look
   keys = jax.random.split(key, 2 * count).reshape(2, count)
   rollout, captured = functions.calls(params, training.stack_prompts(run.replay, [x.prompt for x in lookups]), keys[0],
                                          training.sampling_of(run))
-  tokens, length = np.asarray(rollout.tokens), np.asarray(rollout.length)
+  tokens, length = processes.fetch((rollout.tokens, rollout.length))
   calls = [[tokens[n, c, :length[n, c]] for c in range(calls_each)] for n in range(count)]
   pages = [[tasks.open_page(x, call) for call in row] for x, row in zip(lookups, calls)]
   forked = functions.answers(params, captured, forks_of(run, settings, lookups, calls, pages),
                              jax.vmap(lambda k: jax.random.split(k, calls_each))(keys[1]), training.sampling_of(run))
-  tokens, length = np.asarray(forked.tokens), np.asarray(forked.length)
+  tokens, length = processes.fetch((forked.tokens, forked.length))
   found, rewards = [], []
   for n, x in enumerate(lookups):
     row, score = [], []
@@ -186,7 +186,7 @@ def evaluate(run: Run, settings: Trees, functions: Functions, task, params) -> d
     trees, found = gather_trees(run, settings, functions, task, params, 'test', first, train.prompts, key)
     rewards += [np.mean(r) for r in found]
     if train.data_file:
-      scores, mask = np.asarray(functions.gradient(params, trees).scores.logprob), trees.group.mask
+      scores, mask = processes.fetch(functions.gradient(params, trees).scores.logprob), trees.group.mask
       mean = (scores * mask).sum(-1) / np.maximum(mask.sum(-1), 1)
       margins += [m[np.argmax(r)] - m[np.argmin(r)] for m, r in zip(mean, found)]
   return {'margin': float(np.mean(margins))} if train.data_file else {'reward': float(np.mean(rewards))}
@@ -223,7 +223,8 @@ def main(flags):
       held.writer.write({'stage': 'eval', 'step': 0} | held_out(learner))
     step_of = lambda learner, step: train_step(run, settings, functions, task, learner, step)
     training.updates(run, held, learner, step_of, held_out, 'reward')
-  finish(run, settings, held.workdir)
+  if processes.is_first():
+    finish(run, settings, held.workdir)
 
 
 def finish(run: Run, settings: Trees, workdir) -> None:
@@ -246,4 +247,4 @@ def finish(run: Run, settings: Trees, workdir) -> None:
 
 
 if __name__ == '__main__':
-  common.run(define, main)
+  common.run(define, main, several=True)

@@ -4,6 +4,8 @@
 """
 import contextlib
 import dataclasses
+import io
+import types
 from typing import Any, NamedTuple
 
 import jax
@@ -12,12 +14,13 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from branchreplay import batch, checkpoint, config, hf, lora, mesh, metrics, model, objectives, sample, tasks
+from branchreplay import batch, checkpoint, config, hf, lora, mesh, metrics, model, objectives, processes, sample, tasks
 from branchreplay.config import ObjectiveConfig, ReplayConfig, TrainConfig, UserError
 from experiments import common, guards, sources
 
 REPLAY = ReplayConfig(segment_len=512, branch_segment_len=8, prefix_capacity=0, branch_capacity=0,
                       replay_batch=8, keep='auto')
+NO_ROWS = types.SimpleNamespace(write=lambda row: None)  # the writer of all processes but the first
 
 
 def define(flags):
@@ -53,7 +56,7 @@ class Opened(NamedTuple):
   workdir: Any
   manager: Any  # of checkpoints
   writer: Any  # of metrics rows
-  stop: Any  # knows of SIGTERM, see `common.sigterm`
+  stop: Any  # knows of SIGTERM, see `common.Stop`
   start: int | None  # updates done before; None: a new run
   learner: Any  # of the last checkpoint, or new
 
@@ -131,12 +134,19 @@ def resolved(run: Run) -> dict:
 
 @contextlib.contextmanager
 def opened(run: Run, optimizer, may_change, **more):
-  """Yields Opened: the run's work directory claimed (`more` joins its configuration), its learner restored or made."""
-  workdir = checkpoint.claim_workdir(run.where.workdir, resolved(run) | more, may_change)
-  with (checkpoint.only_writer(workdir), checkpoint.open_checkpoints(workdir) as manager,
+  """Yields Opened: the run's work directory claimed (`more` joins its configuration), its learner restored or made.
+
+  Of several processes the first claims it and writes the rows; all of them write checkpoints.
+  """
+  workdir = processes.from_first(lambda: checkpoint.claim_workdir(run.where.workdir, resolved(run) | more, may_change))
+  if not all(processes.from_all((workdir / 'config.json').exists())):
+    raise UserError(f'{workdir} is not the same folder on all hosts; give a --workdir that they share.')
+  first = processes.is_first()
+  with (checkpoint.only_writer(workdir) if first else contextlib.nullcontext(),
+        checkpoint.open_checkpoints(workdir) as manager,
         common.sigterm('stopped before the first update; the same command begins anew, or where its checkpoint is.') as stop):
     start, learner = restore(run, manager, make_learner(run, optimizer))
-    with metrics.JsonlWriter(workdir / 'metrics.jsonl', start or 0) as writer:
+    with metrics.JsonlWriter(workdir / 'metrics.jsonl', start or 0) if first else contextlib.nullcontext(NO_ROWS) as writer:
       writer.write({'stage': 'start', 'step': start or 0} | common.provenance())
       yield Opened(workdir, manager, writer, stop, start, learner)
 
@@ -148,8 +158,8 @@ def updates(run: Run, held: 'Opened', learner: Learner, step_of, evaluate, shown
   Raises Stopped, with all saved, once a stop is asked for.
   """
   train, start = run.train, held.start or 0
-  held.stop.at_once = None  # from here on there is an update to save first
-  with metrics.Progress(train.steps, start) as progress:
+  held.stop.save_first()
+  with show_progress(train.steps, start) as progress:
     for step in range(start, train.steps):
       learner, row = step_of(learner, step)
       held.writer.write(row)
@@ -157,11 +167,16 @@ def updates(run: Run, held: 'Opened', learner: Learner, step_of, evaluate, shown
       last = step + 1 == train.steps
       if last or (step + 1) % train.eval_every == 0:
         held.writer.write({'stage': 'eval', 'step': step + 1} | evaluate(learner))
-      if held.stop.asked and not last:
+      if not last and processes.from_all(held.stop.asked).any():
         save_and_stop(held.manager, step + 1, learner)
       if last or (step + 1) % train.checkpoint_every == 0:
         save(held.manager, step + 1, learner)
   return learner
+
+
+def show_progress(steps: int, start: int) -> metrics.Progress:
+  """Progress for people; of several processes the first shows it."""
+  return metrics.Progress(steps, start, stream=None if processes.is_first() else io.StringIO())
 
 
 def make_optimizer(run: Run, learning_rate: float, ramp: int, decay_start: int = 0, decay: int = 0):
@@ -195,11 +210,16 @@ def restore(run: Run, manager, learner: Learner) -> tuple[int | None, Learner]:
 
 
 def save(manager, step: int, learner: Learner) -> bool:
-  """Saves the learner; False, and a sentence, where the disk refuses: earlier checkpoints are kept."""
+  """Saves the learner; False, and a sentence, where the disk refuses: earlier checkpoints are kept.
+
+  UserError instead where one of several processes is refused: the others cannot know.
+  """
   try:
     checkpoint.save(manager, step, learner._asdict(), {})
     return True
   except checkpoint.NotSaved as error:
+    if jax.process_count() > 1:
+      raise UserError(f'{error}; the last checkpoint is kept: make room, and give the same command again.')
     common.log(f'{error}; the last checkpoint is kept: make room before the next.')
     return False
 
@@ -241,8 +261,8 @@ def make_learner(run: Run, optimizer) -> Learner:
 def on_mesh(run: Run, tree):
   """Lays leaves that are not on all of the mesh over it, so that restored ones lie where parameters do."""
   whole = NamedSharding(run.mesh, PartitionSpec())
-  return jax.tree.map(
-      lambda x: x if x.sharding.device_set == whole.device_set else jax.device_put(x, whole), tree)
+  lay = jax.jit(lambda x: x, out_shardings=whole)  # device_put lays no key over several processes
+  return jax.tree.map(lambda x: x if x.sharding.device_set == whole.device_set else lay(x), tree)
 
 
 def update_function(optimizer):
@@ -277,10 +297,10 @@ def sampling_of(run: Run) -> sample.Sampling:
 
 
 def rewards_of(source: sources.Source, examples, rollout) -> np.ndarray:
-  """Rewards [N, G] of sampled tokens."""
-  tokens, length = np.asarray(rollout.tokens), np.asarray(rollout.length)
-  return np.array([[source.reward(e, tokens[i, g, :length[i, g]]) for g in range(tokens.shape[1])]
-                   for i, e in enumerate(examples)])
+  """Rewards [N, G] of sampled tokens; a user's function may be of chance, so that one process alone asks it."""
+  tokens, length = processes.fetch((rollout.tokens, rollout.length))
+  return processes.from_first(lambda: np.array([
+      [source.reward(e, tokens[i, g, :length[i, g]]) for g in range(tokens.shape[1])] for i, e in enumerate(examples)]))
 
 
 def held_out_rollout(run: Run, capacity: int):

@@ -197,7 +197,7 @@ def test_sigterm_stops_at_once_or_is_remembered():
   def main(flags):
     with common.sigterm('nothing to save yet') as stop:
       if flags.late:
-        stop.at_once = None
+        stop.save_first()
       os.kill(os.getpid(), signal.SIGTERM)
       time.sleep(0.01)
       if stop.asked:
