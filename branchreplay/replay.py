@@ -21,7 +21,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from branchreplay import attention, lora, mesh, rope
+from branchreplay import attention, kernels, lora, mesh, rope
 from branchreplay import model as layers
 from branchreplay.config import ModelConfig, ReplayConfig
 from branchreplay.model import Params
@@ -56,6 +56,7 @@ class View:
   cache: Slots  # slots of the prefix; unused ones at FAR
   own: Slots  # the node's slots, the segment's included; its k and v are not used
   at: Any  # i32 [], the segment's first own slot
+  several: bool = struct.field(pytree_node=False)  # whether own slots are of several branches
 
 
 def _view(model: ModelConfig, cache: Slots, node: State, segment: Segment) -> View:
@@ -76,19 +77,24 @@ def _view(model: ModelConfig, cache: Slots, node: State, segment: Segment) -> Vi
   filled = jnp.arange(cache.position.size) < cache.used
   fold_rows = lambda x: fold(x, (batch, steps, group))
   return View(position, fold_rows(everywhere), fold_rows(ends), fold_rows(branch[..., None]),
-              cache.replace(position=jnp.where(filled, cache.position, FAR)), own, node.slots.used)
+              cache.replace(position=jnp.where(filled, cache.position, FAR)), own, node.slots.used, batch > 1)
 
 
 def _attention_problem(model, replay, view: View, k, v, layer, kind):
   """The rows of a layer of `kind`, and the keys they see: the cache, and own keys k, v [K, S, h]."""
   rows = attention.Rows(view.rows, view.sight, view.branch, model.window if kind == 'window' else None,
                         attention.largest_divisor(view.rows.size, replay.row_block))
-  cache, own = view.cache, view.own
-  block = lambda slots, limit: attention.largest_divisor(slots.position.size, limit)
+  cache, own, branch = view.cache, view.own, view.own.branch if view.several else None
+
+  def keys(k, v, position, branch, layer, limit):
+    if replay.attention != 'blocks' and branch is None:
+      return kernels.key_range(rows, k, v, position, layer)
+    return attention.key_range(rows, k, v, position, branch, layer, attention.largest_divisor(position.size, limit))
+
   return rows, (
-      attention.key_range(rows, cache.k, cache.v, cache.position, None, layer, block(cache, replay.key_block)),
-      attention.key_range(rows, k[None], v[None], own.position, own.branch, jnp.int32(0),
-                          block(own, min(replay.key_block, max(view.position.size, OWN_BLOCK)))))
+      keys(cache.k, cache.v, cache.position, None, layer, replay.key_block),
+      keys(k[None], v[None], own.position, branch, jnp.int32(0),
+           min(replay.key_block, max(view.position.size, OWN_BLOCK))))
 
 
 def _fold_rows(model, x):
@@ -138,6 +144,7 @@ def extend(model: ModelConfig, replay: ReplayConfig, params: Params, split: Para
   """
   view = _view(model, cache, node, segment)
   tables = rope.tables_of(model, view.position, attention.at_least_f32(params.embed.dtype))
+  forward, _ = kernels.pair(replay.attention)
 
   def attend(block, h, k_own, v_own, layer, kind, known):
     q, k, v, gate = layers.attention_in(model, block, h, tables)
@@ -145,7 +152,7 @@ def extend(model: ModelConfig, replay: ReplayConfig, params: Params, split: Para
     k_own, v_own = put(k_own, k), put(v_own, v)
     if known is None:
       problem = _attention_problem(model, replay, view, k_own, v_own, layer, kind)
-      o, lse = attention.merge(*attention.forward(_fold_rows(model, q), *problem), _row_shape(model, segment))
+      o, lse = attention.merge(*forward(_fold_rows(model, q), *problem), _row_shape(model, segment))
       o, lse = _unfold(model, o).astype(h.dtype), _unfold(model, lse)
     else:
       o, lse = known
@@ -204,6 +211,7 @@ def retract(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
   view = _view(model, cache, node.replace(slots=node.slots.replace(
       used=node.slots.used - segment.tokens.size)), segment)
   tables = rope.tables_of(model, view.position, attention.at_least_f32(params.embed.dtype))
+  _, backward = kernels.pair(replay.attention)
 
   def attend_back(trained, whole, kept, k_own, v_own, dk_own, dv_own, dh, dk, dv, layer, kind):
     h, (o, lse) = kept.h, kept.attention
@@ -217,7 +225,7 @@ def retract(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
     packed = jnp.concatenate([do.astype(dtype), lse[..., None], delta[..., None]], -1)
     packed = _fold_rows(model, packed)
     do, lse, delta = packed[..., :-2].astype(q.dtype), packed[..., -2], packed[..., -1]
-    dq, ((dk, dv), own) = attention.backward(
+    dq, ((dk, dv), own) = backward(
         _fold_rows(model, q), *_attention_problem(model, replay, view, k_own, v_own, layer, kind), lse, do, delta,
         ((dk, dv), (dk_own[None], dv_own[None])))
     dq = _unfold(model, mesh.scatter_sum(dq.reshape(*_row_shape(model, segment), -1), 2))
