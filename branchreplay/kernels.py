@@ -16,6 +16,7 @@ import dataclasses
 import functools
 from typing import Any, Callable
 
+from absl import flags
 from flax import struct
 from jax import lax
 import jax.numpy as jnp
@@ -119,13 +120,6 @@ def _loop(keys: KeyRange, step, carry):
 # ---------------------------------------------------------------- the pair
 
 
-def _divided(o, top, total):
-  """(o, lse) of what `attention.forward` returns: zeros and -inf for a row that sees nothing."""
-  seen = total > 0
-  total = jnp.where(seen, total, 1)
-  return o / total[..., None], jnp.where(seen, top + jnp.log(total), -jnp.inf)
-
-
 def _merge(a, b):
   """Merges two partial results (o, lse) by log-sum-exp."""
   lse = jnp.logaddexp(a[1], b[1])
@@ -147,7 +141,7 @@ def forward(kernel: Kernel, q, rows: Rows, ranges: tuple[KeyRange, ...]):
 
     def masked():
       if not kernel.masks:
-        return _divided(*attention.forward(q, rows, (_as_range(rows, k, v, position),)))
+        return attention.divided(*attention.forward(q, rows, (_as_range(rows, k, v, position),)))
       return attend(k, v, *_visible(rows, position))
 
     return _merge(found, _choose(keys, c, lambda: attend(k, v, None, rows.sight >= 0), masked))
@@ -157,7 +151,7 @@ def forward(kernel: Kernel, q, rows: Rows, ranges: tuple[KeyRange, ...]):
     if keys.branch is None:
       found = _loop(keys, functools.partial(step, keys=keys), found)
     else:
-      found = _merge(found, _divided(*attention.forward(q, rows, (keys,))))
+      found = _merge(found, attention.divided(*attention.forward(q, rows, (keys,))))
   o, lse = found
   return o, lse, (lse > -jnp.inf).astype(dtype)
 
@@ -215,11 +209,13 @@ def _splash(interpret: bool) -> Kernel:
   """tokamax's splash kernel for TPUs, at its private functions: the public ones take no merged log-sum-exp."""
   from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel as splash
   lowest = float(jnp.finfo(jnp.float32).min)
-  block = lambda n: LANES * largest_divisor(n // LANES, 1024 // LANES)
+  block = lambda n, limit=1024: LANES * largest_divisor(n // LANES, limit // LANES)
 
-  def config(rows, keys):  # base 2 would round q * log2(e) to the dtype of q
-    return splash.SplashConfig(block_q=block(rows), block_kv=block(keys), block_q_dkv=block(rows),
-                               block_kv_dkv=block(keys), use_base2_exp=False, interpret=interpret)
+  def config(rows, keys):
+    # Each block of keys writes a dq of its own in the backward: few, large blocks. Base 2 would round q * log2(e) to q's dtype.
+    return splash.SplashConfig(
+        block_q=block(rows), block_kv=block(keys), block_q_dkv=block(rows), block_kv_dkv=block(keys, 2048),
+        block_kv_dkv_compute=block(block(keys, 2048)), use_base2_exp=False, interpret=interpret)
 
   def attend(q, k, v, visible):
     info, mask, segments = _splash_mask(visible, q.shape[1])
@@ -233,7 +229,7 @@ def _splash(interpret: bool) -> Kernel:
     sizes = config(q.shape[1], k.shape[1])
     return splash._splash_attention_bwd_dkv(
         q, k, v, segments, lse, do, delta, bq=sizes.block_q_dkv, bkv=sizes.block_kv_dkv,
-        bkv_compute=sizes.block_kv_dkv, is_mqa=False, mask_info=info, mask_value=lowest, mask_function=mask,
+        bkv_compute=sizes.block_kv_dkv_compute, is_mqa=False, mask_info=info, mask_value=lowest, mask_function=mask,
         config=sizes, dkv_mask_sparsity=1.0)
 
   return Kernel(attend, attend_back)
@@ -248,23 +244,28 @@ def _output_of(do, delta):
 def _tokamax_gpu(name: str) -> Kernel:
   """An attention op of tokamax for GPUs: kv heads are its batch, of one head each."""
   from tokamax._src.ops.attention import api, base
+  if not flags.FLAGS.is_parsed():
+    flags.FLAGS.mark_as_parsed()  # else the library would take the command line for its own flags
   op = api.IMPLEMENTATIONS[name]
-  precision = lambda q: lax.Precision.HIGHEST if q.dtype == jnp.float32 else lax.Precision.DEFAULT
+  split = lambda *arrays: [x[:, :, None] for x in arrays]
 
-  def mask(visible):
-    return None if visible is None else base.Mask(
+  def call(op, *arrays, **options):  # the cache of tuned block sizes knows no shapes of ours, and says so at length
+    return op.replace(config=op.bind(*arrays, **options).heuristics_config)(*arrays, **options)
+
+  def options(q, visible):
+    mask = None if visible is None else base.Mask(
         visible.valid[None, None], k_start=visible.start[None], k_end=visible.end[None])
+    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return {'logits_scale': 1.0, 'mask': mask, 'precision': precision}
 
   def attend(q, k, v, visible):
-    o, (top, total) = op(*(x[:, :, None] for x in (q, k, v)), logits_scale=1.0, mask=mask(visible),
-                         precision=precision(q), return_residuals=True)
+    o, (top, total) = call(op, *split(q, k, v), **options(q, visible), return_residuals=True)
     return o[:, :, 0], (top + jnp.log(total))[:, 0]
 
   def attend_back(q, k, v, visible, lse, do, delta):
-    o, do, q, k, v = (x[:, :, None] for x in (_output_of(do, delta), do, q, k, v))
-    arguments = dict(op.bind(q, k, v, logits_scale=1.0, mask=mask(visible), precision=precision(q)).arguments)
+    arguments = op.bind(*split(q, k, v), **options(q, visible)).arguments
     stats = lse[:, None], jnp.ones_like(lse[:, None])
-    found = op.vjp(stats, o, do, **arguments)
+    found = call(op.vjp, stats, *split(_output_of(do, delta), do), **arguments)
     return tuple(found[name][:, :, 0] for name in 'qkv')
 
   return Kernel(attend, attend_back)
