@@ -66,7 +66,7 @@ def _problem(name: str, head_dim: int, dtype, device) -> str | None:
   if device.platform == 'cpu' or device not in jax.devices():
     return None
   try:
-    worst = max(errors(name, head_dim, dtype).values())
+    worst = np.max(list(errors(name, head_dim, dtype).values()))
   except Exception as error:  # of several libraries and compilers, without a type of their own
     return f'refuses: {str(error).strip().splitlines()[0][:200]}'
   return f'is {worst:.1e} off' if not worst <= TOLERANCE[dtype.name] else None

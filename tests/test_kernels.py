@@ -48,7 +48,8 @@ def triton(monkeypatch):
   monkeypatch.setattr(gpu_utils, 'has_triton_support', lambda device=None: True)
   monkeypatch.setattr(block.BlockRef, 'inbounds_masks', property(unchecked))
   monkeypatch.setattr(pallas_triton_vjp, '_bwd_kernel', backward)
-  return 'triton'
+  with jax.enable_x64(False):  # as it is wherever a kernel runs
+    yield 'triton'
 
 
 def check(name, rows, slots, window=None, head_dim=64):
@@ -94,7 +95,7 @@ def plain():
   return kernels.Kernel(attend, attend_back, masks=False)
 
 
-@pytest.mark.parametrize('rows, slots, window', [(130, 300, None), (136, 1024, None), (40, 2048, 100)])
+@pytest.mark.parametrize('rows, slots, window', [(130, 300, None), (136, 1024, None), (40, 2048, 400)])
 def test_what_a_kernel_cannot_mask_is_left_to_blocks(monkeypatch, rows, slots, window):
   """And the merge of chunks, with the merged log-sum-exp in the backward; needs no library."""
   monkeypatch.setitem(kernels.KERNELS, 'plain', plain)
@@ -117,14 +118,16 @@ def test_chunks_that_no_row_sees_are_not_touched(monkeypatch):
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize('devices', [1, 2])
-def test_the_gradient_by_a_kernel_is_that_by_blocks(splash, devices):
-  """A hybrid; several segments, ragged branches two at a time; float32."""
-  group = jax.tree.map(lambda x: x.astype(np.float32) if x.dtype == np.float64 else x, engine.make(engine.SMALL, 70, [10, 24, 1, 0]))
-  run = lambda name: engine.gradient(engine.SMALL, group, devices, dtype='float32', accumulate_dtype='float32', attention=name)
-  want, got = run('blocks'), run(splash)
-  assert engine.distance(got, want) < 1e-5 and abs(got.loss - want.loss).max() < 1e-5
-  assert engine.distance(want, dataclasses.replace(want, grads=jax.tree.map(lambda x: 1.001 * x, want.grads))) > 1e-5
+def test_the_gradient_by_a_kernel_is_that_by_blocks(splash):
+  """On 1 and 2 devices; a prefix of three segments, ragged branches two at a time; float32."""
+  shape = dataclasses.replace(engine.SMALL, pattern=('full',))
+  sizes = dict(accumulate_dtype='float32', branch_capacity=8)
+  group = engine.make(shape, 70, [8, 3, 1, 0], replay=dataclasses.replace(engine.REPLAY, **sizes))
+  group = jax.tree.map(lambda x: x.astype(np.float32) if x.dtype == np.float64 else x, group)
+  want = engine.gradient(shape, group, 1, dtype='float32', **sizes)
+  for devices in (1, 2):
+    got = engine.gradient(shape, group, devices, dtype='float32', attention=splash, **sizes)
+    assert engine.distance(got, want) < 1e-5 and float(got.loss[0]) == pytest.approx(float(want.loss[0]), abs=1e-5)
 
 
 def settled(attention, dtype, device, found=True):
@@ -194,7 +197,7 @@ def test_positions_far_away_are_no_keys():
   assert seen.tolist() == want.any(1).tolist() == [True, True, False, False]
 
 
-@pytest.mark.parametrize('limit, want', [(10_000, (9984, 10752)), (64, (64, 128)), (10, (0, 64))])
+@pytest.mark.parametrize('limit, want', [(10_000, (9728, 10240)), (64, (64, 128)), (10, (0, 64))])
 def test_longest_is_found_between_what_fits_and_what_does_not(limit, want):
   row = accelerator.longest_row(lambda length: length <= limit, 1024, 64, 1.1)
   assert (row['longest_len'], row['too_long_len']) == want
@@ -203,5 +206,5 @@ def test_longest_is_found_between_what_fits_and_what_does_not(limit, want):
 
 def test_accelerator_makes_its_rows(capsys):
   row, = rows_of(accelerator, capsys, '--parts=step', '--alone', '--model=tiny-dense', '--step_len=100', '--segment_len=32', '--branches=2',
-                 '--branch_len=8', '--rounds=1', '--dtype=float32')
+                 '--branch_len=8', '--rounds=1', '--dtype=float32', '--virtual_devices=8')
   assert row['fits'] and row['kernel'] == 'blocks' and row['step_s'] > 0 and np.isfinite(row['loss']) and row['part'] == 'step'
