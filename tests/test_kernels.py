@@ -1,6 +1,7 @@
 """Flash kernels against attention.py, run on a CPU by the Pallas interpreter; which is picked where."""
 import dataclasses
 import functools
+import re
 import types
 from unittest import mock
 
@@ -77,6 +78,27 @@ def test_splash_equals_blocks(splash, rows, slots, window):
 @pytest.mark.parametrize('rows, slots, window', SIZES[:3])
 def test_triton_equals_blocks(triton, rows, slots, window):
   check(triton, rows, slots, window)
+
+
+@pytest.mark.parametrize('name, calls', [
+    ('triton', ['__gpu$xla.gpu.triton'] * 4), ('mosaic_gpu', ['mosaic_gpu_v2'] * 6),
+    ('cudnn', ['__cudnn$fmhaSoftmax', '__cudnn$fmhaSoftmaxBackward'])])
+def test_kernels_are_lowered_for_a_gpu_that_is_not_here(monkeypatch, name, calls):
+  """Forward and backward, masked and not; tokamax and jax are told of an sm90 with cuDNN."""
+  pytest.importorskip('tokamax')
+  from jax._src.cudnn import fused_attention_stablehlo as cudnn
+  from tokamax._src import gpu_utils
+  monkeypatch.setattr(gpu_utils, '_compute_capability', lambda device=None: 9.0)
+  monkeypatch.setattr(gpu_utils, 'has_triton_support', lambda device=None: True)
+  monkeypatch.setattr(gpu_utils, 'has_mosaic_gpu_support', lambda device=None: True)
+  monkeypatch.setattr(cudnn, 'check_cudnn_version', lambda: 91000)
+  monkeypatch.setattr(cudnn, 'check_compute_capability', lambda capability: True)
+  monkeypatch.setattr(cudnn, 'is_cuda_compute_capability_equal', lambda capability: False)
+  with jax.enable_x64(False):
+    problem = accelerators.problem(128, jnp.bfloat16, 256, 2 * kernels.CHUNK)
+    traced = jax.jit(functools.partial(accelerators.attend, name)).trace(*problem)
+    text = traced.lower(lowering_platforms=('cuda',)).as_text()
+  assert sorted(re.findall(r'custom_call @([\w$.]+)', text)) == calls
 
 
 def plain():
