@@ -19,7 +19,7 @@ DELTA_CHUNK = 64  # positions of a delta-rule chunk on an accelerator: half the 
 TOLERANCE = {'float32': 1e-5, 'bfloat16': 2e-2}  # of a kernel's relative L2 error, at the highest matmul precision
 
 
-def settle(model: ModelConfig, replay: ReplayConfig, dtype, device, say: Callable = print) -> tuple[ModelConfig, ReplayConfig]:
+def settle(model: ModelConfig, replay: ReplayConfig, dtype, device, say: Callable) -> tuple[ModelConfig, ReplayConfig]:
   """`model` and `replay` fit for `device`, with attention a kernel's name or 'blocks'; says in one line which, and why.
 
   The device need not be there (a topology of `jax.experimental.topologies`); one that is runs the kernel

@@ -78,7 +78,7 @@ class ReplayConfig:
   replay_batch: int = 1  # branches replayed at once; memory grows with it
   mode: str = 'exact'  # exact | detached | depth=K: prefix segments to pull through
   keep: str = 'state'  # state | attention | layers | auto: what the pull need not compute again, by the memory there is
-  attention: str = 'blocks'  # blocks | auto, tokamax or cudnn, which kernels.settle turns into a kernel's name
+  attention: str = 'blocks'  # blocks | auto, tokamax or cudnn: kernels of an accelerator, see accelerators.settle
   key_block: int = 256  # keys per block of the attention loops
   row_block: int = 128  # query rows per block of the attention loops
   vocab_rows: int = 1024  # positions whose logits exist at once

@@ -97,8 +97,7 @@ def _add_chunk(total, update, keys: KeyRange, c):
   at = attention._index(keys.layer, 0, c * keys.block, 0)
   update = update[None, :, :keys.block]
   old = lax.dynamic_slice(total, at, update.shape)
-  new = old.astype(at_least_f32(update.dtype)) + update.astype(at_least_f32(update.dtype))
-  return lax.dynamic_update_slice(total, new.astype(total.dtype), at)
+  return lax.dynamic_update_slice(total, (old.astype(update.dtype) + update).astype(total.dtype), at)
 
 
 def _choose(keys: KeyRange, c, whole, masked):
