@@ -92,13 +92,15 @@ def problem(head_dim: int, dtype, rows: int, slots: int, window: int | None = No
 def attend(name: str, rows: attention.Rows, q, k, v, position, do) -> dict:
   """o, lse, dq, dk, dv of a `problem` by the pair called `name`."""
   forward, backward = kernels.pair(name)
-  layer = jnp.int32(0)
-  keys = (kernels.key_range(rows, k, v, position, layer) if name != 'blocks' else attention.key_range(
-      rows, k, v, position, None, layer, attention.largest_divisor(position.size, 256)))
-  o, lse = attention.divided(*forward(q, rows, (keys,)))
+  def keys(chunk):
+    if name == 'blocks':
+      return attention.key_range(rows, k, v, position, None, jnp.int32(0), attention.largest_divisor(position.size, 256))
+    return kernels.key_range(rows, k, v, position, jnp.int32(0), chunk)
+
+  o, lse = attention.divided(*forward(q, rows, (keys(kernels.CHUNK),)))
   do = do.astype(q.dtype)
   zero = jnp.zeros(k.shape, attention.at_least_f32(k.dtype))
-  dq, ((dk, dv),) = backward(q, rows, (keys,), lse, do, (o * do.astype(o.dtype)).sum(-1), ((zero, zero),))
+  dq, ((dk, dv),) = backward(q, rows, (keys(kernels.CHUNK_BACK),), lse, do, (o * do.astype(o.dtype)).sum(-1), ((zero, zero),))
   return {'o': o, 'lse': lse, 'dq': dq, 'dk': dk, 'dv': dv}
 
 

@@ -26,7 +26,8 @@ from branchreplay.attention import KeyRange, Rows, at_least_f32, largest_divisor
 from branchreplay.state import FAR
 
 LANES = 128  # rows and keys of a kernel call come in multiples of it
-CHUNK = 4096  # keys of a kernel call at most; below 2**15, see _splash_mask
+CHUNK = 4096  # keys of a forward kernel call at most; below 2**15, see _splash_mask
+CHUNK_BACK = 1024  # of a backward's: splash writes a dq of all rows for each 1,024 keys, so that a larger one costs memory
 NEVER = 1e30  # log-sum-exp of a row that sees nothing: its weights are 0
 
 
@@ -61,10 +62,10 @@ def pair(name: str):
 # ---------------------------------------------------------------- chunks of keys
 
 
-def key_range(rows: Rows, k, v, position, layer) -> KeyRange:
-  """`attention.key_range` of one branch's keys in chunks; padding rows do not narrow what is `whole`."""
+def key_range(rows: Rows, k, v, position, layer, chunk: int) -> KeyRange:
+  """`attention.key_range` of one branch's keys in chunks of at most `chunk`; padding rows do not narrow what is `whole`."""
   rows = rows.replace(sight=jnp.where(rows.sight < 0, FAR - 1, rows.sight))
-  return attention.key_range(rows, k, v, position, None, layer, largest_divisor(position.size, CHUNK))
+  return attention.key_range(rows, k, v, position, None, layer, largest_divisor(position.size, chunk))
 
 
 def _visible(rows: Rows, position) -> tuple[Visible, Any]:
@@ -211,10 +212,11 @@ def _splash(interpret: bool) -> Kernel:
   block = lambda n, limit=1024: LANES * largest_divisor(n // LANES, limit // LANES)
 
   def config(rows, keys):
-    # Each block of keys writes a dq of its own in the backward: few, large blocks. Base 2 would round q * log2(e) to q's dtype.
+    # Of a TPU's 16 MiB of scoped memory the backward takes about 11 at head_dim 256. Each of its blocks of keys writes a dq
+    # of its own, so they are as large as fit. Base 2 would round q * log2(e) to q's dtype.
     return splash.SplashConfig(
-        block_q=block(rows), block_kv=block(keys), block_q_dkv=block(rows), block_kv_dkv=block(keys, 2048),
-        block_kv_dkv_compute=block(block(keys, 2048)), use_base2_exp=False, interpret=interpret)
+        block_q=block(rows), block_kv=block(keys), block_q_dkv=block(rows, 512), block_kv_dkv=block(keys),
+        block_kv_dkv_compute=block(block(keys), 512), use_base2_exp=False, interpret=interpret)
 
   def attend(q, k, v, visible):
     info, mask, segments = _splash_mask(visible, q.shape[1])

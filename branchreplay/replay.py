@@ -80,15 +80,15 @@ def _view(model: ModelConfig, cache: Slots, node: State, segment: Segment) -> Vi
               cache.replace(position=jnp.where(filled, cache.position, FAR)), own, node.slots.used, batch > 1)
 
 
-def _attention_problem(model, replay, view: View, k, v, layer, kind):
-  """The rows of a layer of `kind`, and the keys they see: the cache, and own keys k, v [K, S, h]."""
+def _attention_problem(model, replay, view: View, k, v, layer, kind, chunk):
+  """The rows of a layer of `kind`, and the keys they see: the cache, and own keys k, v [K, S, h]; `chunk` of a kernel's keys."""
   rows = attention.Rows(view.rows, view.sight, view.branch, model.window if kind == 'window' else None,
                         attention.largest_divisor(view.rows.size, replay.row_block))
   cache, own, branch = view.cache, view.own, view.own.branch if view.several else None
 
   def keys(k, v, position, branch, layer, limit):
     if replay.attention != 'blocks' and branch is None:
-      return kernels.key_range(rows, k, v, position, layer)
+      return kernels.key_range(rows, k, v, position, layer, chunk)
     return attention.key_range(rows, k, v, position, branch, layer, attention.largest_divisor(position.size, limit))
 
   return rows, (
@@ -151,7 +151,7 @@ def extend(model: ModelConfig, replay: ReplayConfig, params: Params, split: Para
     put = lambda x, y: lax.dynamic_update_slice_in_dim(x, _head_major(y, x.dtype), view.at, 1)
     k_own, v_own = put(k_own, k), put(v_own, v)
     if known is None:
-      problem = _attention_problem(model, replay, view, k_own, v_own, layer, kind)
+      problem = _attention_problem(model, replay, view, k_own, v_own, layer, kind, kernels.CHUNK)
       o, lse = attention.merge(*forward(_fold_rows(model, q), *problem), _row_shape(model, segment))
       o, lse = _unfold(model, o).astype(h.dtype), _unfold(model, lse)
     else:
@@ -226,8 +226,8 @@ def retract(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
     packed = _fold_rows(model, packed)
     do, lse, delta = packed[..., :-2].astype(q.dtype), packed[..., -2], packed[..., -1]
     dq, ((dk, dv), own) = backward(
-        _fold_rows(model, q), *_attention_problem(model, replay, view, k_own, v_own, layer, kind), lse, do, delta,
-        ((dk, dv), (dk_own[None], dv_own[None])))
+        _fold_rows(model, q), *_attention_problem(model, replay, view, k_own, v_own, layer, kind, kernels.CHUNK_BACK),
+        lse, do, delta, ((dk, dv), (dk_own[None], dv_own[None])))
     dq = _unfold(model, mesh.scatter_sum(dq.reshape(*_row_shape(model, segment), -1), 2))
     spent = lambda x, like: jnp.moveaxis(
         lax.dynamic_slice_in_dim(x[0], view.at, segment.tokens.size, 1).reshape(

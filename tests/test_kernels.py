@@ -121,20 +121,22 @@ def plain():
 def test_what_a_kernel_cannot_mask_is_left_to_blocks(monkeypatch, rows, slots, window):
   """And the merge of chunks, with the merged log-sum-exp in the backward; needs no library."""
   monkeypatch.setitem(kernels.KERNELS, 'plain', plain)
-  monkeypatch.setattr(kernels, 'CHUNK', 128)
+  monkeypatch.setattr(kernels, 'CHUNK', 256)
+  monkeypatch.setattr(kernels, 'CHUNK_BACK', 128)
   check('plain', rows, slots, window)
 
 
 def test_chunks_that_no_row_sees_are_not_touched(monkeypatch):
   """They are NaN; of the others some are whole and some are not."""
   monkeypatch.setitem(kernels.KERNELS, 'plain', plain)
-  monkeypatch.setattr(kernels, 'CHUNK', 128)
+  monkeypatch.setattr(kernels, 'CHUNK', 256)
+  monkeypatch.setattr(kernels, 'CHUNK_BACK', 128)
   rows, q, k, v, position, do = accelerators.problem(16, jnp.float32, 40, 1024)
   position = jnp.arange(1024, dtype=jnp.int32)
   rows = rows.replace(position=rows.position - 400, sight=jnp.where(rows.sight < 0, -1, rows.sight - 400))
-  keys = kernels.key_range(rows, k, v, position, jnp.int32(0))
+  keys = kernels.key_range(rows, k, v, position, jnp.int32(0), 128)
   assert keys.whole.all(0).tolist() == [True] * 4 + [False] * 4
-  poison = lambda x: x.at[:, :, 640:].set(jnp.nan)
+  poison = lambda x: x.at[:, :, 768:].set(jnp.nan)
   run = jax.jit(lambda k, v: accelerators.attend('plain', rows, q, k, v, position, do))
   for got, want in zip(jax.tree.leaves(run(poison(k), poison(v))), jax.tree.leaves(run(k, v))):
     np.testing.assert_array_equal(got, want)
@@ -202,7 +204,8 @@ def test_errors_see_a_wrong_kernel(monkeypatch):
   assert max(good.values()) < 1e-5
   scaled = lambda: dataclasses.replace(plain(), attend_back=lambda *x: jax.tree.map(lambda g: 1.01 * g, plain().attend_back(*x)))
   monkeypatch.setitem(kernels.KERNELS, 'plain', scaled)
-  monkeypatch.setattr(kernels, 'CHUNK', 128)
+  monkeypatch.setattr(kernels, 'CHUNK', 256)
+  monkeypatch.setattr(kernels, 'CHUNK_BACK', 128)
   bad = accelerators.errors('plain', 16, jnp.float32, 64, 1024)
   assert bad['o'] < 1e-5 < 1e-4 < bad['dk']
 
