@@ -22,8 +22,9 @@ TOLERANCE = {'float32': 1e-5, 'bfloat16': 2e-2}  # of a kernel's relative L2 err
 def settle(model: ModelConfig, replay: ReplayConfig, dtype, device, say: Callable) -> tuple[ModelConfig, ReplayConfig]:
   """`model` and `replay` fit for `device`, with attention a kernel's name or 'blocks'; says in one line which, and why.
 
-  The device need not be there (a topology of `jax.experimental.topologies`); one that is runs the kernel
-  once beside attention.py, and a kernel that refuses, or whose results differ, is not used.
+  The device need not be there (of a topology of `jax.experimental.topologies`; inside `mesh.sharded` on a mesh of such
+  devices kernels are traced for them); one that is runs the kernel once beside attention.py, and a kernel that
+  refuses, or whose results differ, is not used.
   """
   if replay.attention not in ATTENTIONS:
     raise UserError(f'unknown attention {replay.attention!r}; use {", ".join(ATTENTIONS)}.')

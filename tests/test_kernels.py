@@ -1,4 +1,5 @@
 """Flash kernels against attention.py, run on a CPU by the Pallas interpreter; which is picked where."""
+import contextlib
 import dataclasses
 import functools
 import re
@@ -81,10 +82,10 @@ def test_triton_equals_blocks(triton, rows, slots, window):
 
 
 @pytest.mark.parametrize('name, calls', [
-    ('triton', ['__gpu$xla.gpu.triton'] * 4), ('mosaic_gpu', ['mosaic_gpu_v2'] * 6),
+    ('splash', ['tpu_custom_call'] * 4), ('triton', ['__gpu$xla.gpu.triton'] * 4), ('mosaic_gpu', ['mosaic_gpu_v2'] * 6),
     ('cudnn', ['__cudnn$fmhaSoftmax', '__cudnn$fmhaSoftmaxBackward'])])
-def test_kernels_are_lowered_for_a_gpu_that_is_not_here(monkeypatch, name, calls):
-  """Forward and backward, masked and not; tokamax and jax are told of an sm90 with cuDNN."""
+def test_kernels_are_lowered_for_a_chip_that_is_not_here(monkeypatch, name, calls):
+  """Forward and backward, masked and not; a mesh names the TPU, tokamax and jax are told of an sm90 with cuDNN."""
   pytest.importorskip('tokamax')
   from jax._src.cudnn import fused_attention_stablehlo as cudnn
   from tokamax._src import gpu_utils
@@ -94,10 +95,11 @@ def test_kernels_are_lowered_for_a_gpu_that_is_not_here(monkeypatch, name, calls
   monkeypatch.setattr(cudnn, 'check_cudnn_version', lambda: 91000)
   monkeypatch.setattr(cudnn, 'check_compute_capability', lambda capability: True)
   monkeypatch.setattr(cudnn, 'is_cuda_compute_capability_equal', lambda capability: False)
-  with jax.enable_x64(False):
+  tpu = jax.sharding.AbstractMesh((1,), ('seq',), abstract_device=jax.sharding.AbstractDevice('TPU v5', 1, 'tpu'))
+  with jax.enable_x64(False), jax.sharding.use_abstract_mesh(tpu) if name == 'splash' else contextlib.nullcontext():
     problem = accelerators.problem(128, jnp.bfloat16, 256, 2 * kernels.CHUNK)
     traced = jax.jit(functools.partial(accelerators.attend, name)).trace(*problem)
-    text = traced.lower(lowering_platforms=('cuda',)).as_text()
+    text = traced.lower(lowering_platforms=('tpu' if name == 'splash' else 'cuda',)).as_text()
   assert sorted(re.findall(r'custom_call @([\w$.]+)', text)) == calls
 
 
