@@ -165,49 +165,63 @@ def longest_row(fits, first: int, segment_len: int, within: float) -> dict:
   return {'longest_len': good, 'too_long_len': bad}
 
 
-def run_alone(settings: Accelerator, part: str, length: int = 0, extra: tuple[str, ...] = ()) -> dict | None:
-  """The last row of a part in a process of its own, with this one's other flags; None if it said that it does not fit."""
-  flags = [f'--parts={part}', '--alone', *([f'--{part}_len={length}'] if length else []), *extra]
-  done = subprocess.run([sys.executable, '-m', 'experiments.accelerator', *sys.argv[1:], '--out=', *flags],
+def rows_here(settings: Accelerator, dtype: str):
+  """The rows of the parts, made in this process; each says which part it is of."""
+  for part in settings.parts:
+    if part == 'parity':
+      found = parity_rows(settings)
+    elif part == 'speed':
+      found = speed_rows(settings, dtype)
+    else:
+      lengths = common.whole_numbers('step_len', settings.step_len, 1)
+      found = (step_row(settings, length, dtype, settings.rounds) for length in lengths)
+    for row in found:
+      yield row | common.provenance() | {'part': part, 'dtype': dtype, 'model': settings.model}
+
+
+def run_alone(*extra: str) -> list[dict]:
+  """Rows of a process of its own with this one's flags and `extra`: it frees the chips, and none are held here meanwhile."""
+  done = subprocess.run([sys.executable, '-m', 'experiments.accelerator', *sys.argv[1:], '--out=', '--alone', *extra],
                         stdout=subprocess.PIPE, text=True)
   if done.returncode == 2:
     raise SystemExit(2)  # said already
   if done.returncode:
-    common.log(f'{part} at {length:,} positions ended with status {done.returncode}, see above.')
-    return None
-  return json.loads(done.stdout.splitlines()[-1])
+    common.log(f'{" ".join(extra)} ended with status {done.returncode}, see above.')
+  return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def rows_of(settings: Accelerator, part: str, dtype: str):
-  """The rows of a part."""
-  if settings.alone or part == 'parity':
+def rows_apart(settings: Accelerator):
+  """The rows of the parts, each setting in a process of its own."""
+  for part in settings.parts:
     if part == 'parity':
-      yield from parity_rows(settings)
-    elif part == 'speed':
-      yield from speed_rows(settings, dtype)
+      yield from run_alone('--parts=parity')
+    elif part == 'longest':
+      fitting = {}
+
+      def fits(length):
+        rows = run_alone('--parts=step', f'--step_len={length}', '--rounds=1')
+        fitting.update({length: row for row in rows if row['fits']})
+        return length in fitting
+
+      row = longest_row(fits, 16 * settings.segment_len, settings.segment_len, settings.within)
+      yield fitting.get(row['longest_len'], {}) | row | {'part': 'longest'}
     else:
-      for length in common.whole_numbers('step_len', settings.step_len, 1):
-        yield step_row(settings, length, dtype, settings.rounds)
-  elif part == 'longest':
-    fits = lambda length: bool((run_alone(settings, 'step', length, ('--rounds=1',)) or {}).get('fits'))
-    yield longest_row(fits, 16 * settings.segment_len, settings.segment_len, settings.within)
-  else:
-    for length in common.whole_numbers(f'{part}_len', getattr(settings, f'{part}_len'), 1):
-      yield run_alone(settings, part, length) or {'prefix_len': length, 'fits': False}
+      for length in common.whole_numbers(f'{part}_len', getattr(settings, f'{part}_len'), 1):
+        yield from run_alone(f'--parts={part}', f'--{part}_len={length}') or [{'part': part, 'prefix_len': length, 'fits': False}]
 
 
 def main(flags):
   settings = common.from_flags(flags, Accelerator())
   common.check_known('part', settings.parts, PARTS)
-  if min(settings.rounds, settings.branches, settings.branch_len) < 1 or settings.within <= 1:
-    raise UserError('rounds, branches and branch_len must be at least 1, within more than 1.')
-  asked = {k: v for k, v in dataclasses.asdict(settings).items() if k not in ('alone', 'parts', 'speed_len', 'step_len')}
-  for part in settings.parts:
-    for found in rows_of(settings, part, flags.dtype):
-      row = found | common.provenance() | asked | {'part': part, 'dtype': flags.dtype}
-      if settings.out:
-        common.append_row(settings.out, row)
-      common.emit(row)
+  if min(settings.rounds, settings.branches, settings.branch_len, settings.matrix) < 1 or settings.within <= 1:
+    raise UserError('rounds, branches, branch_len and matrix must be at least 1, within more than 1.')
+  if settings.alone and 'longest' in settings.parts:
+    raise UserError('the longest prompt is found by processes of their own; leave --alone out.')
+  for row in rows_here(settings, flags.dtype) if settings.alone else rows_apart(settings):
+    row['command'] = common.command()
+    if settings.out:
+      common.append_row(settings.out, row)
+    common.emit(row)
 
 
 if __name__ == '__main__':
