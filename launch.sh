@@ -34,7 +34,7 @@ find_accelerator() {
   if [[ -n ${ACCELERATOR:-} ]]; then
     [[ $ACCELERATOR =~ ^(gpu|tpu|none)$ ]] || fail "ACCELERATOR=$ACCELERATOR is unknown; use gpu, tpu or none."
     echo "$ACCELERATOR"
-  elif command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
+  elif [[ $(nvidia-smi -L 2>/dev/null) == 'GPU '* ]]; then
     echo gpu
   elif [[ -e /dev/accel0 || -e /dev/vfio/0 ]] && grep -qs 0x1ae0 /sys/bus/pci/devices/*/vendor; then
     echo tpu
