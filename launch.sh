@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs an experiment; makes .venv at first use, from requirements.txt.
+# Runs an experiment; makes .venv at first use, from requirements.txt, and on a GPU or TPU
+# machine from requirements-gpu.txt or requirements-tpu.txt besides.
 #
 #   bash launch.sh [--flag=value ...]        experiments/train.py
 #   bash launch.sh NAME [--flag=value ...]   experiments/NAME.py
@@ -7,6 +8,7 @@
 #
 # With --processes=2, under srun, or in an indexed Kubernetes job: one of several processes, see experiments/launcher.py.
 #
+# ACCELERATOR=none    gpu, tpu or none instead of what is found here
 # PYTHON=python3.12   makes .venv with this interpreter
 # VENV=folder         uses this environment as it is, and installs nothing
 set -euo pipefail
@@ -29,17 +31,59 @@ sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1; then
     "install one, or name it with PYTHON=/path/to/python3."
 }
 
-# The copy of requirements.txt in .venv is written last: an interrupted install is done again.
+# Prints gpu, tpu or none; a TPU's device files need a chip of Google's behind them.
+find_accelerator() {
+  if [[ -n ${ACCELERATOR:-} ]]; then
+    [[ $ACCELERATOR =~ ^(gpu|tpu|none)$ ]] || fail "ACCELERATOR=$ACCELERATOR is unknown; use gpu, tpu or none."
+    echo "$ACCELERATOR"
+  elif [[ $(nvidia-smi -L 2>/dev/null) == 'GPU '* ]]; then
+    echo gpu
+  elif [[ -e /dev/accel0 || -e /dev/vfio/0 ]] && grep -qs 0x1ae0 /sys/bus/pci/devices/*/vendor; then
+    echo tpu
+  else
+    echo none
+  fi
+}
+
+# What XLA, NCCL and libtpu are told where the caller says nothing else; read before JAX starts.
+accelerator_defaults() {
+  case $1 in
+    gpu)
+      # A layer's weights are gathered while the one before it computes.
+      [[ ${XLA_FLAGS:-} == *latency_hiding* ]] ||
+        export XLA_FLAGS="--xla_gpu_enable_latency_hiding_scheduler=true ${XLA_FLAGS:-}"
+      # The state is most of the memory: three quarters of it, the default, would shorten the longest prompt by as much.
+      export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}
+      # Queries and merged outputs are small messages, a layer's weights large ones: NCCL may choose by size.
+      export NCCL_PROTO=${NCCL_PROTO:-SIMPLE,LL,LL128}
+      ;;
+    tpu)
+      # The same over ICI: gathers run as steps between the matrix products of the layer before.
+      export LIBTPU_INIT_ARGS=${LIBTPU_INIT_ARGS:---xla_tpu_enable_async_collective_fusion=true \
+--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true --xla_tpu_enable_async_collective_fusion_multiple_steps=true \
+--xla_tpu_overlap_compute_collective_tc=true --xla_enable_async_all_gather=true}
+      ;;
+  esac
+}
+
+# The copy of the requirements in .venv is written last: an interrupted install is done again.
 install() {
-  local python
-  cmp -s "$root/requirements.txt" "$venv/requirements.txt" && [[ -x $venv/bin/python ]] && return
+  local python file files=("$root/requirements.txt") options=() names=requirements.txt
+  if [[ $1 != none ]]; then
+    files+=("$root/requirements-$1.txt")
+    names+=" and requirements-$1.txt"
+  fi
+  cat "${files[@]}" | cmp -s - "$venv/requirements.txt" && [[ -x $venv/bin/python ]] && return
   python=$(find_python)
-  echo "launch.sh: installing requirements.txt into .venv with $("$python" --version)." >&2
+  echo "launch.sh: installing $names into .venv with $("$python" --version)." >&2
   "$python" -m venv --clear "$venv" >&2
+  for file in "${files[@]}"; do
+    options+=(-r "$file")
+  done
   # --no-compile: half the time; Python compiles what is imported when it is.
   "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-compile \
-    -r "$root/requirements.txt" >&2 || { echo 'launch.sh: the install failed; see above.' >&2; exit 1; }
-  cp "$root/requirements.txt" "$venv/requirements.txt"
+    "${options[@]}" >&2 || { echo 'launch.sh: the install failed; see above.' >&2; exit 1; }
+  cat "${files[@]}" > "$venv/requirements.txt"
 }
 
 name=train
@@ -54,11 +98,13 @@ done
 [[ $name == test || -f $root/experiments/$name.py && ", $names" == *", $name, "* ]] ||
   fail "unknown experiment '$name'; there are: ${names}and test."
 
+accelerator=$(find_accelerator)
+accelerator_defaults "$accelerator"
 if [[ -n ${VENV:-} ]]; then
   venv=$(cd "$VENV" 2>/dev/null && pwd) || fail "VENV=$VENV is no folder; name an environment's."
 else
   venv=$root/.venv
-  install
+  install "$accelerator"
 fi
 export PYTHONPATH=$root PYTHONSAFEPATH=1 TF_CPP_MIN_LOG_LEVEL=${TF_CPP_MIN_LOG_LEVEL:-2}
 if [[ $name == test ]]; then

@@ -169,6 +169,13 @@ def forward(q, rows: Rows, ranges: tuple[KeyRange, ...]):
   return o.reshape(q.shape), top.reshape(heads, count), total.reshape(heads, count)
 
 
+def divided(o, top, total):
+  """(o, lse) of what `forward` returns on one device: zeros and -inf for a row that sees no key."""
+  seen = total > 0
+  total = jnp.where(seen, total, 1)
+  return o / total[..., None], jnp.where(seen, top + jnp.log(total), -jnp.inf)
+
+
 def merge(o, top, total, shape):
   """Merges the devices' partial results by log-sum-exp; each keeps its own rows.
 
@@ -180,11 +187,7 @@ def merge(o, top, total, shape):
   weight = jnp.exp(top - _finite(highest))
   packed = jnp.concatenate([o, total[..., None]], -1) * weight[..., None]
   packed = mesh.scatter_sum(packed.reshape(*shape, -1), 2)
-  o, total = packed[..., :-1], packed[..., -1]
-  seen = total > 0
-  lse = jnp.where(seen, mesh.own(highest.reshape(shape), 2) + jnp.log(jnp.where(seen, total, 1)),
-                  -jnp.inf)
-  return o / jnp.where(seen, total, 1)[..., None], lse
+  return divided(packed[..., :-1], mesh.own(highest.reshape(shape), 2), packed[..., -1])
 
 
 def backward(q, rows: Rows, ranges: tuple[KeyRange, ...], lse, do, delta, cotangents):

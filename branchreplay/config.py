@@ -9,6 +9,7 @@ import math
 
 LAYER_KINDS = ('full', 'window', 'deltanet')
 LORA_TARGETS = ('q', 'k', 'v', 'out', 'gate', 'qkv', 'z', 'beta', 'decay', 'up', 'down')  # matrices of a layer
+ATTENTIONS = ('auto', 'blocks', 'tokamax', 'cudnn')  # see kernels.py
 KEEPS = ('state', 'attention', 'layers')  # of a prefix's forward: its state only; attention's output and LSE; each layer's input too
 DTYPES = ('bfloat16', 'float32', 'float64')
 ALL_SEGMENTS = 2**30  # more segments than any prefix has
@@ -78,6 +79,7 @@ class ReplayConfig:
   replay_batch: int = 1  # branches replayed at once; memory grows with it
   mode: str = 'exact'  # exact | detached | depth=K: prefix segments to pull through
   keep: str = 'state'  # state | attention | layers | auto: what the pull need not compute again, by the memory there is
+  attention: str = 'blocks'  # blocks | auto, tokamax or cudnn: kernels of an accelerator, see accelerators.settle
   key_block: int = 256  # keys per block of the attention loops
   row_block: int = 128  # query rows per block of the attention loops
   vocab_rows: int = 1024  # positions whose logits exist at once

@@ -21,7 +21,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from branchreplay import attention, lora, mesh, rope
+from branchreplay import attention, kernels, lora, mesh, rope
 from branchreplay import model as layers
 from branchreplay.config import ModelConfig, ReplayConfig
 from branchreplay.model import Params
@@ -56,6 +56,7 @@ class View:
   cache: Slots  # slots of the prefix; unused ones at FAR
   own: Slots  # the node's slots, the segment's included; its k and v are not used
   at: Any  # i32 [], the segment's first own slot
+  several: bool = struct.field(pytree_node=False)  # whether own slots are of several branches
 
 
 def _view(model: ModelConfig, cache: Slots, node: State, segment: Segment) -> View:
@@ -76,20 +77,24 @@ def _view(model: ModelConfig, cache: Slots, node: State, segment: Segment) -> Vi
   filled = jnp.arange(cache.position.size) < cache.used
   fold_rows = lambda x: fold(x, (batch, steps, group))
   return View(position, fold_rows(everywhere), fold_rows(ends), fold_rows(branch[..., None]),
-              cache.replace(position=jnp.where(filled, cache.position, FAR)), own, node.slots.used)
+              cache.replace(position=jnp.where(filled, cache.position, FAR)), own, node.slots.used, batch > 1)
 
 
-def _attention_problem(model, replay, view: View, k, v, layer, kind):
-  """The rows of a layer of `kind`, and the keys they see: the cache, and own keys k, v [K, S, h]."""
+def _attention_problem(model, replay, view: View, k, v, layer, kind, chunk):
+  """The rows of a layer of `kind`, and the keys they see: the cache, and own keys k, v [K, S, h]; `chunk` of a kernel's keys."""
   rows = attention.Rows(view.rows, view.sight, view.branch, model.window if kind == 'window' else None,
                         attention.largest_divisor(view.rows.size, replay.row_block))
-  cache, own = view.cache, view.own
-  block = lambda slots, limit: attention.largest_divisor(slots.position.size, limit)
+  cache, own, branch = view.cache, view.own, view.own.branch if view.several else None
+
+  def keys(k, v, position, branch, layer, limit, into):
+    if replay.attention != 'blocks' and branch is None:
+      return kernels.key_range(rows, k, v, position, layer, chunk, into)
+    return attention.key_range(rows, k, v, position, branch, layer, attention.largest_divisor(position.size, limit), into)
+
   return rows, (
-      attention.key_range(rows, cache.k, cache.v, cache.position, None, layer, block(cache, replay.key_block),
-                          jnp.int32(0) if replay.offload else layer),
-      attention.key_range(rows, k[None], v[None], own.position, own.branch, jnp.int32(0),
-                          block(own, min(replay.key_block, max(view.position.size, OWN_BLOCK)))))
+      keys(cache.k, cache.v, cache.position, None, layer, replay.key_block, jnp.int32(0) if replay.offload else layer),
+      keys(k[None], v[None], own.position, branch, jnp.int32(0),
+           min(replay.key_block, max(view.position.size, OWN_BLOCK)), jnp.int32(0)))
 
 
 def _fold_rows(model, x):
@@ -139,14 +144,15 @@ def extend(model: ModelConfig, replay: ReplayConfig, params: Params, split: Para
   """
   view = _view(model, cache, node, segment)
   tables = rope.tables_of(model, view.position, attention.at_least_f32(params.embed.dtype))
+  forward, _ = kernels.pair(replay.attention)
 
   def attend(block, h, k_own, v_own, layer, kind, known):
     q, k, v, gate = layers.attention_in(model, block, h, tables)
     put = lambda x, y: lax.dynamic_update_slice_in_dim(x, _head_major(y, x.dtype), view.at, 1)
     k_own, v_own = put(k_own, k), put(v_own, v)
     if known is None:
-      problem = _attention_problem(model, replay, view, k_own, v_own, layer, kind)
-      o, lse = attention.merge(*attention.forward(_fold_rows(model, q), *problem), _row_shape(model, segment))
+      problem = _attention_problem(model, replay, view, k_own, v_own, layer, kind, kernels.CHUNK)
+      o, lse = attention.merge(*forward(_fold_rows(model, q), *problem), _row_shape(model, segment))
       o, lse = _unfold(model, o).astype(h.dtype), _unfold(model, lse)
     else:
       o, lse = known
@@ -214,6 +220,7 @@ def retract(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
   view = _view(model, cache, node.replace(slots=node.slots.replace(
       used=node.slots.used - segment.tokens.size)), segment)
   tables = rope.tables_of(model, view.position, attention.at_least_f32(params.embed.dtype))
+  _, backward = kernels.pair(replay.attention)
 
   def attend_back(trained, whole, kept, k_own, v_own, dk_own, dv_own, dh, dk, dv, layer, kind):
     h, (o, lse) = kept.h, kept.attention
@@ -228,9 +235,9 @@ def retract(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
     packed = _fold_rows(model, packed)
     sums = (_fetch_layer(dk, layer), _fetch_layer(dv, layer)) if replay.offload else (dk, dv)
     do, lse, delta = packed[..., :-2].astype(q.dtype), packed[..., -2], packed[..., -1]
-    dq, (sums, own) = attention.backward(
-        _fold_rows(model, q), *_attention_problem(model, replay, view, k_own, v_own, layer, kind), lse, do, delta,
-        (sums, (dk_own[None], dv_own[None])))
+    dq, (sums, own) = backward(
+        _fold_rows(model, q), *_attention_problem(model, replay, view, k_own, v_own, layer, kind, kernels.CHUNK_BACK),
+        lse, do, delta, (sums, (dk_own[None], dv_own[None])))
     dq = _unfold(model, mesh.scatter_sum(dq.reshape(*_row_shape(model, segment), -1), 2))
     spent = lambda x, like: jnp.moveaxis(
         lax.dynamic_slice_in_dim(x[0], view.at, segment.tokens.size, 1).reshape(

@@ -258,7 +258,7 @@ def provenance() -> dict:
   device = jax.devices()[0]
   cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
   return {
-      'command': shlex.join(['bash', 'launch.sh', Path(sys.argv[0]).stem, *sys.argv[1:]]),
+      'command': command(),
       'commit': commit(),
       'python': platform.python_version(), 'jax': jax.__version__, 'jaxlib': jaxlib.__version__,
       'numpy': np.__version__,
@@ -267,6 +267,11 @@ def provenance() -> dict:
       'cpu_cores': cores,
       'time': datetime.datetime.now(datetime.timezone.utc).isoformat(timespec='seconds'),
   }
+
+
+def command() -> str:
+  """The command of this process, as a user gives it."""
+  return shlex.join(['bash', 'launch.sh', Path(sys.argv[0]).stem, *sys.argv[1:]])
 
 
 def commit() -> str | None:

@@ -17,9 +17,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
-from branchreplay import config, gradients, mesh, model, objectives
+from branchreplay import accelerators, config, gradients, mesh, model, objectives
 from branchreplay.config import ModelConfig, ObjectiveConfig, ReplayConfig, UserError
 from experiments import common, problems, work
+
+PHASES = ('capture', 'replay', 'pull')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Roofline:
   branches: int = 4  # responses of the prompt
   segment_len: int = 1024  # positions of a prefix segment
   keep: str = 'auto'  # state | attention | layers | auto: what the pull need not compute again
+  attention: str = 'auto'  # blocks | auto, tokamax or cudnn: kernels of an accelerator
   row_block: int = 256  # query rows per block of the attention loops
   key_block: int = 256  # keys per block of the attention loops
   devices: int = 2  # devices of the seq axis
@@ -81,12 +84,13 @@ def compiled_phases(settings: Roofline, longest: int, dtype: str):
   shape = dataclasses.replace(shape, repeats=settings.repeats or shape.repeats)
   replay = ReplayConfig(
       segment_len=settings.segment_len, branch_segment_len=settings.branch_len, prefix_capacity=longest,
-      branch_capacity=settings.branch_len, replay_batch=settings.branches, keep=settings.keep,
+      branch_capacity=settings.branch_len, replay_batch=settings.branches, keep=settings.keep, attention=settings.attention,
       row_block=settings.row_block, key_block=settings.key_block)
   mesh_ = mesh.make_mesh(1, settings.devices)
   config.check_model(shape)
   config.check_replay(replay, settings.devices, settings.branches)
   replay = common.fit_keep(shape, replay, settings.devices, dtype)
+  shape, replay = accelerators.settle(shape, replay, dtype, jax.devices()[0], common.log)
   objective = objectives.make_objective('grpo', ObjectiveConfig())
   group_of = lambda length: problems.random_group(shape, replay, length, settings.branches, settings.branch_len,
                                                   np.dtype('float32'), kl=False)
@@ -101,7 +105,26 @@ def compiled_phases(settings: Roofline, longest: int, dtype: str):
   functions = capture, update('detached'), update('exact')
   took = time.perf_counter() - started
   arguments = lambda length: jax.device_put((params, group_of(length)), capture.input_shardings[0])
+  common.log(f'compiled in {took:.0f} s, keep={replay.keep}')
   return shape, replay, mesh_, functions, arguments, took
+
+
+def measure(settings: Roofline, length: int, phases, dtype: str) -> dict:
+  """The row of a prompt of `length` tokens; phases: of `compiled_phases`."""
+  shape, replay, mesh_, (capture, detached, exact), arguments, took = phases
+  params, group = arguments(length)
+  rate = matmul_rate(mesh_, settings.matrix, dtype, settings.rounds)
+  captured = jax.block_until_ready(capture(params, group))
+  found = {'capture': seconds(capture, params, group, rounds=settings.rounds),
+           'replay': seconds(detached, params, group, captured, rounds=settings.rounds)}
+  found['pull'] = seconds(exact, params, group, captured, rounds=settings.rounds) - found['replay']
+  flops = phase_flops(shape, replay.keep, length, settings.branches, settings.branch_len)
+  row = common.provenance() | dataclasses.asdict(settings) | {
+      'prefix_len': length, 'keep': replay.keep, 'kernel': replay.attention, 'dtype': dtype, 'capacity': length, 'compile_s': took,
+      'matmul_flops_per_s': rate, 'seconds': sum(found.values())}
+  for phase in PHASES:
+    row |= {f'{phase}_s': found[phase], f'{phase}_flops': flops[phase], f'{phase}_share': flops[phase] / found[phase] / rate}
+  return row
 
 
 def main(flags):
@@ -109,26 +132,15 @@ def main(flags):
   lengths = common.whole_numbers('prefix_len', settings.prefix_len, 1)
   if min(settings.rounds, settings.branches, settings.branch_len, settings.matrix) < 1 or settings.repeats < 0:
     raise UserError('rounds, branches, branch_len and matrix must be at least 1, repeats at least 0.')
-  shape, replay, mesh_, (capture, detached, exact), arguments, took = compiled_phases(settings, max(lengths), flags.dtype)
-  common.log(f'compiled in {took:.0f} s, keep={replay.keep}')
+  phases = compiled_phases(settings, max(lengths), flags.dtype)
   for length in lengths:
-    params, group = arguments(length)
-    rate = matmul_rate(mesh_, settings.matrix, flags.dtype, settings.rounds)
-    captured = jax.block_until_ready(capture(params, group))
-    found = {'capture': seconds(capture, params, group, rounds=settings.rounds),
-             'replay': seconds(detached, params, group, captured, rounds=settings.rounds)}
-    found['pull'] = seconds(exact, params, group, captured, rounds=settings.rounds) - found['replay']
-    flops = phase_flops(shape, replay.keep, length, settings.branches, settings.branch_len)
-    row = common.provenance() | dataclasses.asdict(settings) | {
-        'prefix_len': length, 'keep': replay.keep, 'dtype': flags.dtype, 'capacity': max(lengths), 'compile_s': took,
-        'matmul_flops_per_s': rate, 'seconds': sum(found.values())}
-    for phase in found:
-      row |= {f'{phase}_s': found[phase], f'{phase}_flops': flops[phase], f'{phase}_share': flops[phase] / found[phase] / rate}
+    row = measure(settings, length, phases, flags.dtype) | {'capacity': max(lengths)}
     if settings.out:
       common.append_row(settings.out, row)
     common.emit(row)
     common.log(f'{length:>8,} positions: ' + ', '.join(
-        f'{phase} {found[phase]:.2f} s ({row[f"{phase}_share"]:.0%})' for phase in found) + f' of {rate / 1e9:.0f} GFLOP/s')
+        f'{phase} {row[f"{phase}_s"]:.2f} s ({row[f"{phase}_share"]:.0%})' for phase in PHASES)
+        + f' of {row["matmul_flops_per_s"] / 1e9:.0f} GFLOP/s')
 
 
 if __name__ == '__main__':

@@ -13,7 +13,7 @@ import time
 import jax
 import numpy as np
 
-from branchreplay import config, gradients, mesh, model, objectives
+from branchreplay import accelerators, config, gradients, mesh, model, objectives
 from branchreplay.config import ObjectiveConfig, ReplayConfig, UserError
 from experiments import common, problems
 
@@ -27,6 +27,7 @@ class Speed:
   segment_len: int = 1024  # positions of a prefix segment
   replay_batch: int = 16  # branches replayed at once
   keep: str = 'auto'  # state | attention | layers | auto: what the pull need not compute again
+  attention: str = 'auto'  # blocks | auto, tokamax or cudnn: kernels of an accelerator
   row_block: int = 256  # query rows per block of the attention loops
   key_block: int = 256  # keys per block of the attention loops
   devices: int = 2  # devices of the seq axis
@@ -46,10 +47,11 @@ def variants(settings: Speed, dtype: str):
   replay = ReplayConfig(
       segment_len=settings.segment_len, branch_segment_len=settings.branch_len, prefix_capacity=settings.prefix_len,
       branch_capacity=settings.branch_len, replay_batch=settings.replay_batch, row_block=settings.row_block,
-      key_block=settings.key_block, keep=settings.keep)
+      key_block=settings.key_block, keep=settings.keep, attention=settings.attention)
   whole, alone = mesh.make_mesh(1, settings.devices), mesh.make_mesh(1, 1)
   config.check_replay(replay, settings.devices, settings.branches)
   replay = common.fit_keep(shape, replay, settings.devices, dtype)
+  shape, replay = accelerators.settle(shape, replay, dtype, jax.devices()[0], common.log)
   objective = objectives.make_objective('grpo', ObjectiveConfig())
   params = model.init(shape, jax.random.key(0), dtype)
   made = {}

@@ -14,12 +14,12 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from branchreplay import batch, checkpoint, config, hf, lora, mesh, metrics, model, objectives, processes, sample, tasks
+from branchreplay import accelerators, batch, checkpoint, config, hf, lora, mesh, metrics, model, objectives, processes, sample, tasks
 from branchreplay.config import ObjectiveConfig, ReplayConfig, TrainConfig, UserError
 from experiments import common, guards, sources
 
 REPLAY = ReplayConfig(segment_len=512, branch_segment_len=8, prefix_capacity=0, branch_capacity=0,
-                      replay_batch=8, keep='auto')
+                      replay_batch=8, keep='auto', attention='auto')
 NO_ROWS = types.SimpleNamespace(write=lambda row: None)  # the writer of all processes but the first
 
 
@@ -110,6 +110,7 @@ def make_run(flags, kind: str = 'answer') -> Run:
   mesh_ = mesh.make_mesh(where.data, where.seq)
   config.check_replay(replay, mesh_.shape[mesh.SEQ], train.branches)
   replay = common.fit_keep(shape, replay, mesh_.shape[mesh.SEQ], flags.dtype, train.groups_at_once)
+  shape, replay = accelerators.settle(shape, replay, flags.dtype, mesh_.devices.flat[0], common.log)
   if train.prompt_len > replay.prefix_capacity + 1:
     raise UserError(f'prompt_len={train.prompt_len} is longer than the capacity of {replay.prefix_capacity + 1}; '
                     f'raise --prefix_capacity to {train.prompt_len} or leave it at 0 to fit.')

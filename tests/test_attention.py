@@ -39,9 +39,7 @@ def plain(q, k, v, seen):
 def blocks(rows, q, k, v, at, of, key_block, do=None):
   """o, lse, and with `do` the cotangents of q, k and v."""
   keys = attention.key_range(rows, k, v, at, of, jnp.int32(0), key_block)
-  o, top, total = attention.forward(q, rows, (keys,))
-  seen = total > 0
-  o, lse = o / jnp.where(seen, total, 1)[..., None], jnp.where(seen, top + jnp.log(jnp.where(seen, total, 1)), -jnp.inf)
+  o, lse = attention.divided(*attention.forward(q, rows, (keys,)))
   if do is None:
     return o, lse
   dq, ((dk, dv),) = attention.backward(q, rows, (keys,), lse, do, (o * do).sum(-1), ((jnp.zeros_like(k), jnp.zeros_like(v)),))

@@ -19,7 +19,8 @@ case "$*" in
   --version) echo "Python 3.12.0" ;;
   "-m venv"*) mkdir -p "${@: -1}/bin" && cp "$0" "${@: -1}/bin/python"; echo noise ;;
   "-m pip"*) echo "pip $*" >> "$LOG"; echo noise; exit "${PIP_STATUS:-0}" ;;
-  *) echo "ran $*"; echo "in $PWD path $PYTHONPATH" ;;
+  *) echo "ran $*"; echo "in $PWD path $PYTHONPATH"
+     if [[ -n ${SHOW:-} ]]; then for name in $SHOW; do echo "$name=${!name:-}"; done; fi ;;
 esac
 '''
 
@@ -33,7 +34,8 @@ def repo(tmp_path):
     script = name not in ('common', '__init__')
     (root / 'experiments' / f'{name}.py').write_text('  common.run(define, main)\n' if script else '')
   shutil.copy(ROOT / 'launch.sh', root)
-  shutil.copy(ROOT / 'requirements.txt', root)
+  for file in ('requirements.txt', 'requirements-gpu.txt', 'requirements-tpu.txt'):
+    shutil.copy(ROOT / file, root)
   stand_in = tmp_path / 'python'
   stand_in.write_text(STAND_IN)
   stand_in.chmod(0o755)
@@ -42,7 +44,7 @@ def repo(tmp_path):
 
 def launch(repo, *argv, cwd=None, **env):
   base = {key: value for key, value in os.environ.items() if key not in ('VENV', 'PYTHON', 'PYTHONPATH')}
-  env = {**base, 'PYTHON': str(repo.parent / 'python'), 'LOG': str(repo.parent / 'log'), **env}
+  env = {**base, 'PYTHON': str(repo.parent / 'python'), 'LOG': str(repo.parent / 'log'), 'ACCELERATOR': 'none', **env}
   done = subprocess.run(['bash', str(repo / 'launch.sh'), *argv], cwd=cwd or repo, env=env,
                         capture_output=True, text=True)
   return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()
@@ -125,3 +127,35 @@ def test_venv_is_used_as_it_is(repo, tmp_path):
   assert out[0].startswith('ran -m pytest')
   assert launch(repo, cwd=tmp_path, VENV='absent') == (
       2, [], ["launch.sh: VENV=absent is no folder; name an environment's."])
+
+
+GPU_SMI = "#!/bin/bash\necho 'GPU 0: a stand-in (UUID: none)'\n"
+
+
+def test_a_gpu_is_seen_and_gets_its_requirements_and_defaults(repo, tmp_path):
+  folder = tmp_path / 'bin'
+  folder.mkdir()
+  (folder / 'nvidia-smi').write_text(GPU_SMI)
+  (folder / 'nvidia-smi').chmod(0o755)
+  env = {'ACCELERATOR': '', 'PATH': f'{folder}:/usr/bin:/bin', 'XLA_FLAGS': '--mine=1',
+         'SHOW': 'XLA_FLAGS XLA_PYTHON_CLIENT_MEM_FRACTION NCCL_PROTO LIBTPU_INIT_ARGS'}
+  status, out, err = launch(repo, **env)
+  assert status == 0 and err[0] == 'launch.sh: installing requirements.txt and requirements-gpu.txt into .venv with Python 3.12.0.'
+  assert out[2:] == ['XLA_FLAGS=--xla_gpu_enable_latency_hiding_scheduler=true --mine=1', 'XLA_PYTHON_CLIENT_MEM_FRACTION=0.92',
+                     'NCCL_PROTO=SIMPLE,LL,LL128', 'LIBTPU_INIT_ARGS=']
+  assert str(repo / 'requirements-gpu.txt') in (repo.parent / 'log').read_text()
+  assert launch(repo, **env)[2] == [] and installs(repo) == 1
+  assert launch(repo, **env | {'NCCL_PROTO': 'LL'})[1][4] == 'NCCL_PROTO=LL'
+  with open(repo / 'requirements-gpu.txt', 'a') as file:
+    file.write('einops==0.8.1\n')
+  assert launch(repo, **env)[0] == 0 and installs(repo) == 2
+
+
+def test_a_tpu_gets_its_own_and_a_cpu_nothing(repo):
+  show = {'SHOW': 'XLA_FLAGS NCCL_PROTO LIBTPU_INIT_ARGS', 'XLA_FLAGS': ''}
+  _, out, err = launch(repo, ACCELERATOR='tpu', **show)
+  assert 'requirements-tpu.txt' in err[0] and out[2:4] == ['XLA_FLAGS=', 'NCCL_PROTO=']
+  assert out[4].startswith('LIBTPU_INIT_ARGS=--xla_tpu_enable_async_collective_fusion=true --xla_tpu') and '\\' not in out[4]
+  assert launch(repo, ACCELERATOR='tpu', **show | {'LIBTPU_INIT_ARGS': '--mine'})[1][4] == 'LIBTPU_INIT_ARGS=--mine'
+  assert launch(repo, **show)[1][2:] == ['XLA_FLAGS=', 'NCCL_PROTO=', 'LIBTPU_INIT_ARGS=']
+  assert launch(repo, ACCELERATOR='abacus') == (2, [], ['launch.sh: ACCELERATOR=abacus is unknown; use gpu, tpu or none.'])
