@@ -174,8 +174,10 @@ def tree_spec(tree: Tree) -> Tree:
 def tree_function(mesh_, model: ModelConfig, replay: ReplayConfig, objective: Objective, tree: Tree):
   """Jitted (params, trees) -> gradients.Result of stacked trees shaped like `tree`.
 
-  Raises UserError for a mode other than exact.
+  Raises UserError for a mode other than exact, and for offload.
   """
+  if replay.offload:
+    raise UserError('the state of a tree is written while it is read, so it stays on the devices; leave --offload out.')
   if replay.pull_depth != ALL_SEGMENTS:
     raise UserError(f'mode={replay.mode} has no meaning for a tree, whose inner nodes are trained; use mode=exact.')
   rows, seq = mesh_.shape[mesh.DATA], mesh_.shape[mesh.SEQ]

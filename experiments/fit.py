@@ -22,7 +22,7 @@ from jax.experimental import topologies
 import jax.numpy as jnp
 import numpy as np
 
-from branchreplay import config, hf, lora, mesh, model, objectives, stream
+from branchreplay import accelerators, config, hf, lora, mesh, model, objectives, stream
 from branchreplay.config import ModelConfig, ObjectiveConfig, ReplayConfig, UserError
 from experiments import common, memory, problems, resume
 
@@ -46,6 +46,7 @@ class Fit:
   vocab_rows: int = 1024  # positions whose logits exist at once
   mode: str = 'exact'  # exact | detached | depth=K
   keep: str = 'state'  # state | attention | layers: what the pull need not compute again
+  attention: str = 'blocks'  # blocks, or tokamax: its kernel for the chip
   accumulate_dtype: str = 'float32'  # sums of gradients, and of dK/dV
   cotangent_dtype: str = ''  # of dK/dV, if not accumulate_dtype
   history_dtype: str = ''  # of the recurrent states kept for the pull, if not float32
@@ -96,6 +97,8 @@ def problem(settings: Fit, devices, dtype: str):
   """The steps of an update on `devices`, and the shapes of their arguments."""
   mesh_ = jax.sharding.Mesh(np.array(list(devices)).reshape(1, -1), (mesh.DATA, mesh.SEQ))
   shape, replay = configurations(settings, mesh_.size)
+  shape, replay = accelerators.settle(shape, dataclasses.replace(replay, attention=settings.attention), dtype,
+                                      mesh_.devices.flat[0], common.log)
   group, params = abstract_group(shape, replay, settings.branches, settings.branch_len), model.shapes(shape, dtype)
   steps = stream.make_steps(mesh_, shape, replay, objectives.make_objective('grpo', ObjectiveConfig()), group)
   moments = 2 * 4 * sum(x.size for x in jax.tree.leaves(lora.trainable(shape, params))) // mesh_.size

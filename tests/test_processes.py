@@ -178,7 +178,7 @@ def assert_same_updates(got: list[dict], want: list[dict]) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_take_up_the_run_of_one_and_stop_when_asked(files):
+def test_two_processes_take_up_the_run_of_one_stop_when_asked_and_are_taken_up_by_one(files):
   run('--workdir=run', '--steps=2')
   process = start('experiments.train', *TINY, '--steps=200', '--workdir=run')
   while process.poll() is None and len(rows('run')) < 4:
@@ -189,13 +189,14 @@ def test_two_processes_take_up_the_run_of_one_and_stop_when_asked(files):
   assert (process.returncode, out) == (0, '') and 'going on after update 2' in err
   assert err.splitlines()[-1] == f'stopped after update {last}, which is saved; the same command goes on from there.'
   assert Path(f'run/checkpoints/{last}/checksums.json').exists() and err.count('stopped') == 1
-  run('--workdir=one', f'--steps={last}')
-  assert_same_updates(rows('run')[:4], rows('one')[:4])
+  for workdir in ('one', 'run'):
+    run(f'--workdir={workdir}', f'--steps={last + 1}')
+  assert_same_updates(rows('run'), rows('one'))
 
 
-def test_a_run_of_two_processes_is_that_of_one_and_ends_with_any_and_is_taken_up_by_one(files):
+def test_a_run_of_two_processes_is_that_of_one_and_ends_with_any(files):
   process = start('experiments.train', *TINY, '--steps=200', '--workdir=two')
-  run('--workdir=one', '--steps=4')
+  run('--workdir=one', '--steps=2')
   while process.poll() is None and len(rows('two')) < 3:
     time.sleep(0.1)
   os.kill(process_of(process.pid, 1), signal.SIGKILL)
@@ -203,8 +204,5 @@ def test_a_run_of_two_processes_is_that_of_one_and_ends_with_any_and_is_taken_up
   assert (process.returncode, out) == (1, '')
   assert err.splitlines()[-1] == ('process 1 of 2 was ended by SIGKILL, and the others with it; what a checkpoint holds is kept.')
   assert 'Traceback' not in err and err.count('step 1/200') == 1  # process 0 alone speaks
-  held = max(int(p.name) for p in Path('two/checkpoints').iterdir() if (p / 'checksums.json').exists())
+  assert any((p / 'checksums.json').exists() for p in Path('two/checkpoints').iterdir())
   assert_same_updates(rows('two')[:2], rows('one')[:2])
-  run('--workdir=two', f'--steps={held + 1}')
-  assert len(rows('two')) == held + 1
-  assert_same_updates(rows('two')[:4], rows('one')[:held + 1])

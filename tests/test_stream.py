@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from branchreplay import batch, gradients, mesh, objectives, stream
+from branchreplay import gradients, mesh, objectives, stream
 from tests import engine
 
 REPLAY = engine.REPLAY  # segments of 32
