@@ -170,6 +170,8 @@ class TrainConfig:
   refresh_every: int = 1  # updates of inner_epochs on one capture of the prompts; more than 1: on a stale state, see refresh.py
   drift_bound: float = 0.0  # nats a stale state's log-probs may be off before it is made anew; 0: not measured
   groups_at_once: int = 1  # prompts of a device row whose captures are alive at once
+  stream: int = 0  # prefix segments of a call: the gradient in steps, with progress; 0: in one program
+  save_steps: float = 0.0  # seconds between saves inside a gradient in steps, where a killed run goes on; 0: off
   learning_rate: float = 2e-3  # of AdamW, after the ramp
   ramp_steps: int = 10  # updates over which the learning rate rises from 0
   decay_start: int = 200  # update from which it falls
@@ -336,13 +338,17 @@ def check_train(train: TrainConfig, data: int) -> None:
                'eval_every', 'eval_prompts', 'eval_samples', 'checkpoint_every', 'warmup_len', 'warmup_prompts'):
     _require(getattr(train, name) >= 1, f'{name}={getattr(train, name)}; it must be at least 1.')
   for name in ('steps', 'learning_rate', 'ramp_steps', 'decay_start', 'decay_steps', 'weight_decay', 'temperature',
-               'seed', 'samples', 'drift_bound', 'spike_factor', 'max_policy_kl', 'resample', 'overlong_buffer', 'warmup_updates',
+               'seed', 'samples', 'stream', 'save_steps', 'drift_bound', 'spike_factor', 'max_policy_kl', 'resample', 'overlong_buffer', 'warmup_updates',
                'warmup_long_updates', 'warmup_learning_rate'):
     _require(getattr(train, name) >= 0, f'{name}={getattr(train, name)}; it must not be negative.')
   _require(not train.offline or (train.data_file and train.eval_file),
            'offline training reads responses and rewards from --data_file and is evaluated on the answers of --eval_file; give both.')
   _require(train.refresh_every == 1 or not train.full_sequence,
            'full sequences have no state to keep; leave --refresh_every at 1 or --full_sequence out.')
+  _require(train.stream == 0 or (train.groups_at_once == train.refresh_every == 1 and not train.full_sequence),
+           'a gradient in steps is of one prompt a device row and its own capture; leave --groups_at_once and --refresh_every '
+           'at 1 and --full_sequence out, or --stream.')
+  _require(train.save_steps == 0 or train.stream > 0, 'save_steps is about a gradient in steps; give --stream too.')
   _require(train.samples == 0 or train.samples >= train.branches,
            f'samples={train.samples} is less than branches={train.branches}; raise it, or 0 samples as many as are trained on.')
   _require(0 < train.top_p <= 1, f'top_p={train.top_p}; it must be above 0 and at most 1.')

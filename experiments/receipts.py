@@ -15,7 +15,7 @@ import time
 import jax
 import numpy as np
 
-from branchreplay import config, mesh, metrics, model, objectives, stream
+from branchreplay import config, mesh, model, objectives, stream
 from branchreplay.config import ObjectiveConfig, ReplayConfig, UserError
 from experiments import common, problems, resume
 
@@ -77,19 +77,8 @@ def main(flags):
   took = time.perf_counter() - started
   params, group = jax.device_put((params, group), made.open.input_shardings[0])
   common.log(f'compiled in {took:.0f} s, keep={replay.keep}; {max(report.values()) / 1e9:.3f} GB a device.')
-  seconds, clock = dict.fromkeys(resume.PHASES, 0.0), [time.perf_counter()]
-  said = [clock[0]]
-
-  def watch(phase, done, of, held=None):
-    jax.block_until_ready(held)
-    now = time.perf_counter()
-    seconds[phase] += now - clock[0]
-    if now - said[0] > 10 or done == of:
-      left = (now - clock[0]) / settings.at_once * (of - done)
-      common.log(f'{phase} {done}/{of} segments, {metrics.duration(seconds[phase])}, about {metrics.duration(left)} left at this pace')
-      said[0] = now
-    clock[0] = time.perf_counter()
-
+  seconds = dict.fromkeys(resume.PHASES, 0.0)
+  watch = resume.progress(settings.at_once, seconds)
   if settings.save:
     result = resume.gradient(settings.save, settings.save_every, made, shapes, shape, replay, params, group, settings.at_once, watch, seconds)
   else:

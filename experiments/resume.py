@@ -1,4 +1,4 @@
-"""Captures and pulls that a killed run goes on with: what `stream.gradient` holds between steps, on disk."""
+"""Gradients in steps, for scripts: progress on the way, and a killed run that goes on inside a capture or pull."""
 import hashlib
 from pathlib import Path
 import shutil
@@ -8,11 +8,50 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from branchreplay import checkpoint, stream
+from branchreplay import checkpoint, metrics, objectives, stream
 from branchreplay.config import UserError
 from experiments import common
 
 PHASES = ('capture', 'replay', 'pull')
+
+
+def progress(at_once: int, seconds: dict | None = None):
+  """A `watch` for `stream.gradient`: waits for each step, adds its time to seconds[phase], says every 10 s how far it is."""
+  seconds, clock = dict.fromkeys(PHASES, 0.0) if seconds is None else seconds, [time.perf_counter()]
+  said = [clock[0]]
+
+  def watch(phase, done, of, held=None):
+    jax.block_until_ready(held)
+    now = time.perf_counter()
+    seconds[phase] += now - clock[0]
+    if now - said[0] > 10:
+      left = metrics.duration((now - clock[0]) / at_once * (of - done))
+      common.log(f'{phase} {done}/{of} segments, {metrics.duration(seconds[phase])}, about {left} left at this pace')
+      said[0] = now
+    clock[0] = time.perf_counter()
+
+  return watch
+
+
+def gradient_in_steps(run, groups):
+  """What `gradients.gradient_function` makes for groups shaped like `groups`, in steps, as run.train says.
+
+  run: training.Run. With train.save_steps what is done is in the folder `stream` of its work directory.
+  """
+  if run.train.save_steps and jax.process_count() > 1:
+    raise UserError('--save_steps writes from one process; leave it out, or use one.')
+  objective = objectives.make_objective(run.train.objective, run.objective)
+  steps, at_once = stream.make_steps(run.mesh, run.model, run.replay, objective, groups), run.train.stream
+
+  def in_steps(params, groups):
+    watch = progress(at_once)
+    if not run.train.save_steps:
+      return stream.gradient(steps, run.replay, params, groups, at_once, watch)
+    shapes = stream.shapes_of(run.mesh, run.replay, steps, params, groups)
+    return gradient(f'{run.where.workdir}/stream', run.train.save_steps, steps, shapes, run.model, run.replay, params, groups,
+                    at_once, watch)
+
+  return in_steps
 
 
 def fingerprint(model, replay, params, groups) -> str:

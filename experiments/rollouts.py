@@ -12,7 +12,7 @@ from branchreplay.advantages import (
     branch_advantages, gae, overlong_penalty, penalized_rewards, preference_order, token_rewards, whiten,
     widest_subset)
 from branchreplay.config import UserError
-from experiments import training
+from experiments import resume, training
 from experiments.training import Learner, Run
 
 
@@ -50,7 +50,7 @@ def informative(data: Batch) -> np.ndarray:
 
 def samples_first(train) -> bool:
   """Whether the update begins when all is sampled, not a dispatch at a time."""
-  return bool(train.resample) or train.objective == 'ppo' or train.refresh_every > 1
+  return bool(train.resample or train.stream) or train.objective == 'ppo' or train.refresh_every > 1
 
 
 def make_functions(run: Run, optimizer) -> Functions:
@@ -73,6 +73,8 @@ def batch_function(run: Run, functions: Functions, kind: str, groups):
   if key not in functions.compiled:
     if kind == 'capture':
       made = gradients.capture_function(run.mesh, run.model, run.replay, groups)
+    elif run.train.stream and kind == 'fresh':
+      made = resume.gradient_in_steps(run, groups)
     elif kind.startswith('score'):
       score = gradients.score_function(run.mesh, run.model, run.replay, groups, kind == 'score_captured')
       made = lambda *arguments: processes.fetch(score(*arguments))

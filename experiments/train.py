@@ -26,7 +26,7 @@ from experiments.refresh import Kept, refresh
 from experiments.training import Learner, Run
 
 MAY_CHANGE = ('train.steps', 'train.eval_every', 'train.eval_prompts', 'train.eval_samples',
-              'train.checkpoint_every', 'train.on_nonfinite')
+              'train.checkpoint_every', 'train.on_nonfinite', 'train.stream', 'train.save_steps')
 
 add_gradients = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
 

@@ -78,6 +78,8 @@ def train_step(run: Run, functions, update, learner: Learner, step: int):
 def main(flags):
   run = training.make_run(flags, kind='pairs')
   train = run.train
+  if train.stream:
+    raise UserError('ready pairs are trained in one program; leave --stream out.')
   if train.objective not in objectives.PREFERENCES or not train.data_file:
     raise UserError(f'give pairs with --data_file=FILE.jsonl and an --objective of {", ".join(objectives.PREFERENCES)}.')
   functions = functions_of(run)

@@ -197,8 +197,8 @@ def check(run: Run, settings: Trees) -> None:
   train = run.train
   if train.objective not in TURN_WISE or training.needs_reference(run):
     raise UserError(f'trees are trained by an --objective of {", ".join(TURN_WISE)}, with --kl_coef=0; change it.')
-  if train.full_sequence or train.samples or train.inner_epochs > 1 or train.offline:
-    raise UserError('trees are trained once on all that is sampled; leave --full_sequence, --samples, --inner_epochs and --offline out.')
+  if train.full_sequence or train.samples or train.inner_epochs > 1 or train.offline or train.stream:
+    raise UserError('trees are trained once on all that is sampled; leave --full_sequence, --samples, --inner_epochs, --offline and --stream out.')
   if settings.answers < 1 or train.eval_prompts % train.prompts:
     raise UserError('--answers must be at least 1, and --eval_prompts a multiple of --prompts.')
 

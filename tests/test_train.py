@@ -90,6 +90,15 @@ def test_a_run_taken_up_again_is_bit_for_bit_a_straight_one(tmp_path, capsys):
   assert before == {p: p.stat().st_mtime_ns for p in stopped.rglob('*')}
 
 
+@pytest.mark.slow
+def test_gradients_in_steps_train_the_same(tmp_path):
+  run(tmp_path / 'whole', *TINY, '--steps=2', '--entropy_coef=0.1')
+  run(tmp_path / 'steps', *TINY, '--steps=2', '--entropy_coef=0.1', '--stream=1', '--save_steps=1e-6')
+  for a, b in zip(rows(tmp_path / 'whole', 'rl'), rows(tmp_path / 'steps', 'rl'), strict=True):
+    assert a['sampled_crc'] == b['sampled_crc'] and a['grad_norm'] > 0 and a['grad_norm'] == pytest.approx(b['grad_norm'], rel=1e-4)
+  assert not list((tmp_path / 'steps' / 'stream').glob('*/*'))  # what a whole gradient left is gone
+
+
 @pytest.mark.parametrize('loss, grad', [(np.nan, 1.0), (0.0, np.inf), (0.0, np.nan)])
 def test_nothing_non_finite_reaches_the_parameters(loss, grad):
   optimizer = optax.adamw(0.1)
