@@ -7,7 +7,8 @@ calls them some segments at a time, so that progress can be shown and what is do
     steps = make_steps(mesh_, model, replay, objective, groups)
     captured = steps.open(params, groups)
     captured = steps.capture(params, groups, captured, first, last)      # for ranges of segments
-    out, pulling = steps.pull(params, groups, captured, pulling, first, last)  # counted from the prefix's end
+    out, pulling = steps.replay(params, groups, captured, steps.zeros(params, captured), weight)
+    pulling = steps.pull(params, groups, captured, pulling, first, last)  # counted from the prefix's end
     grads = steps.finish(pulling.grads)
 
 Letters: N groups, one for each row of the mesh's `data` axis.
