@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from branchreplay import mesh, metrics, objectives, processes
+from branchreplay import mesh, objectives, processes
 from branchreplay.config import UserError
 from experiments import common, guards, plots, rollouts, training, warmup
 from experiments.refresh import Kept, refresh
