@@ -9,7 +9,8 @@ from branchreplay.config import UserError
 from experiments import plan
 from experiments.plan import Plan
 
-ROWS = [json.loads(line) for line in (Path(__file__).parent.parent / 'experiments/results/fit.jsonl').read_text().splitlines()]
+RESULTS = Path(__file__).parent.parent / 'experiments' / 'results'
+ROWS = [json.loads(line) for line in (RESULTS / 'fit.jsonl').read_text().splitlines()]
 
 
 @pytest.mark.parametrize('row', ROWS, ids=lambda r: f'{r["model"]}-{r["topology"]}-{r["prefix_len"]}')
@@ -53,6 +54,16 @@ def test_time_by_a_measured_row(tmp_path):
   made = plan.plan(Plan(model='bench', device='cpu', devices=2, prefix_len=8192, calibrate=str(tmp_path / 'rows.jsonl')), 'float32')
   for phase, rate in rates.items():
     assert made[f'{phase}_s'] == pytest.approx(made[f'{phase}_flops'] / rate)
+
+
+def test_measured_seconds_are_foreseen_from_one_run():
+  """The committed rows of roofline.py: of its longest prefix, by which the planner is calibrated, and of shorter ones."""
+  file = RESULTS / 'roofline.jsonl'
+  for row in map(json.loads, file.read_text().splitlines()):
+    if row['prefix_len'] >= 8192:
+      names = {f.name for f in dataclasses.fields(Plan)} & row.keys() - {'device', 'out', 'repeats'}
+      made = plan.plan(Plan(device='cpu', calibrate=str(file), **{name: row[name] for name in names}), row['dtype'])
+      assert made['seconds'] == pytest.approx(row['seconds'], rel=0.30)
 
 
 @pytest.mark.parametrize('changes, sentence', [
