@@ -49,6 +49,7 @@ class Run(NamedTuple):
   dtype: Any
   shardings: Any  # of the parameters
   source: sources.Source  # of prompts and rewards
+  attention: str  # which kernel attends, and why: a line that is said once the run is open
 
 
 class Opened(NamedTuple):
@@ -110,7 +111,8 @@ def make_run(flags, kind: str = 'answer') -> Run:
   mesh_ = mesh.make_mesh(where.data, where.seq)
   config.check_replay(replay, mesh_.shape[mesh.SEQ], train.branches)
   replay = common.fit_keep(shape, replay, mesh_.shape[mesh.SEQ], flags.dtype, train.groups_at_once)
-  shape, replay = accelerators.settle(shape, replay, flags.dtype, mesh_.devices.flat[0], common.log)
+  said = []
+  shape, replay = accelerators.settle(shape, replay, flags.dtype, mesh_.devices.flat[0], said.append)
   if train.prompt_len > replay.prefix_capacity + 1:
     raise UserError(f'prompt_len={train.prompt_len} is longer than the capacity of {replay.prefix_capacity + 1}; '
                     f'raise --prefix_capacity to {train.prompt_len} or leave it at 0 to fit.')
@@ -123,7 +125,8 @@ def make_run(flags, kind: str = 'answer') -> Run:
                              'offline' if train.offline else kind)
   else:
     source = sources.of_task(train, train.prompt_len)
-  return Run(where, shape, train, replay, objective, mesh_, jnp.dtype(flags.dtype), mesh.shardings(mesh_, specs), source)
+  return Run(where, shape, train, replay, objective, mesh_, jnp.dtype(flags.dtype), mesh.shardings(mesh_, specs), source,
+             *said)
 
 
 def resolved(run: Run) -> dict:
@@ -148,6 +151,7 @@ def opened(run: Run, optimizer, may_change, **more):
         common.sigterm('stopped before the first update; the same command begins anew, or where its checkpoint is.') as stop):
     start, learner = restore(run, manager, make_learner(run, optimizer))
     with metrics.JsonlWriter(workdir / 'metrics.jsonl', start or 0) if first else contextlib.nullcontext(NO_ROWS) as writer:
+      common.log(run.attention)
       writer.write({'stage': 'start', 'step': start or 0} | common.provenance())
       yield Opened(workdir, manager, writer, stop, start, learner)
 
