@@ -141,7 +141,7 @@ def test_two_processes_have_the_gradient_of_one(tmp_path):
     assert np.linalg.norm(two[layout] - gradient) <= 1e-12 * np.linalg.norm(gradient) and np.linalg.norm(gradient) > 0.1
 
 
-TINY = ['--model=tiny-dense', '--data_file=prompts.jsonl', '--reward=own_reward:score', '--prompt_len=32', '--prompts=2',
+TINY = ['--model=tiny-dense', '--data_file=prompts.jsonl', '--reward=bytes_reward:score', '--prompt_len=32', '--prompts=2',
         '--branches=4', '--samples=0', '--resample=0', '--data=2', '--seq=4', '--segment_len=32', '--eval_prompts=2',
         '--eval_samples=2', '--checkpoint_every=2', '--dtype=float32']
 
@@ -151,7 +151,7 @@ def files(tmp_path, monkeypatch):
   """The current folder has prompts and a reward that depends on the response."""
   monkeypatch.chdir(tmp_path)
   Path('prompts.jsonl').write_text(''.join(json.dumps({'prompt': f'the fact is {i}', 'answer': str(i)}) + '\n' for i in range(20)))
-  Path('own_reward.py').write_text('def score(prompt, response, answer):\n  return sum(response.encode()) % 7 / 7\n')
+  Path('bytes_reward.py').write_text('def score(prompt, response, answer):\n  return sum(response.encode()) % 7 / 7\n')
 
 
 def run(*flags):

@@ -4,6 +4,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from branchreplay import gradients, mesh, objectives, stream
 from tests import engine
@@ -49,6 +50,7 @@ def test_goes_on_from_any_step():
     assert engine.distance(stream.gradient(steps, replay, params, groups, 2, begin=(phase, done, tree)), want) == 0
 
 
+@pytest.mark.slow
 def test_bfloat16_sums_and_history_are_near_and_not_the_same():
   params, found = engine.parameters(engine.SMALL, 'float32'), []
   for dtype in ('float32', 'bfloat16'):
