@@ -1,13 +1,14 @@
 """What bfloat16 costs the gradient: parameters and state, sums of dK/dV, kept recurrent states, a row each.
 
     bash launch.sh precision --prefix_len=8192 --full_sequence
-    bash launch.sh precision --prefix_len=32768,131072 --segment_len=256
+    bash launch.sh precision --model=tiny-dense --prefix_len=32768,131072 --segment_len=256
 
 Each variant's gradient is measured against the float32 one of the same parameters (rounded to bfloat16 first), so that
 what is left is the arithmetic: relative L2 and cosine. Variants: `bfloat16`, parameters and state, with sums and
 recurrent states in float32, as a run of --dtype=bfloat16; `full_sequence`, plain autodiff on full sequences in bfloat16;
 `cotangent` and `history`, float32 but for --cotangent_dtype or --history_dtype=bfloat16; `bfloat16_cotangent`, both.
-Random weights and tokens. About 10 minutes on 2 cores for the second. Expected: bfloat16 within 3% at 8,192 and no worse
+Random weights and tokens. Sums of dK/dV over segments need attention below the last layer, as tiny-dense has: to the last
+layer's keys the branches alone send cotangents, in tiny-hybrid one for each replay. About 10 minutes on 2 cores for the second. Expected: bfloat16 within 3% at 8,192 and no worse
 than full sequences.
 """
 import dataclasses
