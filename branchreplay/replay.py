@@ -162,6 +162,7 @@ def extend(model: ModelConfig, replay: ReplayConfig, params: Params, split: Para
     blocks, k, v, delta, conv, earlier, r = xs
     a, m, ks, vs, deltas, convs, kept = 0, 0, [], [], [], [], []
     for block, is_split, kind, known in zip(blocks, split.blocks, model.pattern, earlier):
+      block, h = lax.optimization_barrier((block, h))  # no layer's weights are gathered before its turn
       block = mesh.gather_tree(block, is_split)
       kept.append(Kept(h))
       if kind == 'deltanet':
@@ -259,16 +260,17 @@ def retract(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
     a, m = model.attention_per_repeat, model.deltanet_per_repeat
     grads = list(grads)
     for i in reversed(range(len(model.pattern))):
-      kind, trained = model.pattern[i], lora.trainable(model, blocks[i])
-      whole = lambda p, i=i: mesh.gather_tree(lora.join(p, blocks[i]), split.blocks[i])
+      block, place, dh = lax.optimization_barrier((blocks[i], kept[i], dh))  # nor run again before it
+      kind, trained = model.pattern[i], lora.trainable(model, block)
+      whole = lambda p, block=block, is_split=split.blocks[i]: mesh.gather_tree(lora.join(p, block), is_split)
       if kind == 'deltanet':
         m -= 1
-        dp, dh, d, c = delta_back(trained, whole, kept[i], (delta[m], conv[m]), dh, (ddelta[m], dconv[m]))
+        dp, dh, d, c = delta_back(trained, whole, place, (delta[m], conv[m]), dh, (ddelta[m], dconv[m]))
         ddelta, dconv = ddelta.at[m].set(d.astype(ddelta.dtype)), dconv.at[m].set(c.astype(dconv.dtype))
       else:
         a -= 1
         layer = r * model.attention_per_repeat + a
-        dp, dh, dk, dv, dk1, dv1 = attend_back(trained, whole, kept[i], k[a], v[a], dk_own[a], dv_own[a],
+        dp, dh, dk, dv, dk1, dv1 = attend_back(trained, whole, place, k[a], v[a], dk_own[a], dv_own[a],
                                                dh, dk, dv, layer, kind)
         dk_own, dv_own = dk_own.at[a].set(dk1), dv_own.at[a].set(dv1)
       grads[i] = _add_at(grads[i], dp, r)

@@ -33,7 +33,7 @@ from experiments.peers.ours import Dials
 
 PEERS = {  # name -> (the environment it runs in, what it changes of Dials)
     'ours': ('', {}), 'detached': ('', {'mode': 'detached'}), 'full_sequence': ('', {'full_sequence': True}),
-    'hf': ('torch', None), 'prefix_grouper': ('torch', None), 'tunix': ('tunix', None)}
+    'hf': ('torch', None), 'trl': ('torch', None), 'prefix_grouper': ('torch', None), 'tunix': ('tunix', None)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Compare:
   prefix_len: tuple[str, ...] = ('8192',)  # tokens of the prompt, a case each
   branches: tuple[str, ...] = ('16',)  # responses, a case each
   branch_len: int = 128  # tokens of the longest response
-  peers: tuple[str, ...] = ('hf', 'prefix_grouper')  # hf | prefix_grouper | tunix | detached | full_sequence
+  peers: tuple[str, ...] = ('hf', 'prefix_grouper')  # hf | trl | prefix_grouper | tunix | detached | full_sequence
   rounds: int = 3  # interleaved updates of each
   threads: int = 2  # cores that each may use
-  torch_venv: str = ''  # environment of hf and prefix_grouper; empty: .venv-torch, made at first use
+  torch_venv: str = ''  # environment of hf, trl and prefix_grouper; empty: .venv-torch, made at first use
   tunix_venv: str = ''  # environment of tunix; empty: .venv-tunix, made at first use
   out: str = ''  # JSONL file to append the rows to
 

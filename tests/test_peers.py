@@ -114,8 +114,9 @@ def test_a_model_begun_here(dtype, tmp_path):
 def test_compare_runs_them(capsys):
   """The workers of compare.py, each in its own process."""
   pytest.importorskip('prefix_grouper')
-  rows = rows_of(compare, capsys, f'--case={CASES}/dense_small', '--peers=hf,prefix_grouper', '--rounds=1', f'--torch_venv={sys.prefix}')
-  assert [row['peer'] for row in rows] == ['ours', 'hf', 'prefix_grouper']
+  pytest.importorskip('trl')
+  rows = rows_of(compare, capsys, f'--case={CASES}/dense_small', '--peers=hf,trl,prefix_grouper', '--rounds=1', f'--torch_venv={sys.prefix}')
+  assert [row['peer'] for row in rows] == ['ours', 'hf', 'trl', 'prefix_grouper']
   assert all(row['rel_l2'] < 1e-4 and row['loss'] == pytest.approx(rows[0]['loss'], abs=1e-5) for row in rows)
 
 
