@@ -178,6 +178,18 @@ def test_chunked_delta_rule_equals_the_recurrence(decay, chunk, length):
   assert np.isfinite(slope).all()
 
 
+@pytest.mark.parametrize('size', [1, 2, 9, 16, 24, 64, 72, 128])
+def test_both_inverses_of_the_delta_rule(size):
+  """On keys that have much in common, where the powers of the nilpotent part overflow."""
+  rng = np.random.default_rng(size)
+  k = rng.normal(size=(3, size, 32)) + 2 * rng.normal(size=(3, 1, 32))
+  k /= np.linalg.norm(k, axis=-1, keepdims=True)
+  a = k @ k.swapaxes(-1, -2)
+  want = np.linalg.inv(np.tril(a, -1) + np.eye(size))
+  for inverse in (deltanet.invert_by_masks, deltanet.invert_by_blocks, deltanet.invert_unit_lower):
+    np.testing.assert_allclose(inverse(jnp.asarray(a)), want, atol=1e-12 * np.abs(want).max())
+
+
 def test_a_branch_never_changes_the_captured_state():
   """Key slots are only read by branches: captured before and after are the same arrays."""
   group = make(SMALL, 40, [9, 2, 0, 4])
