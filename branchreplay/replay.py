@@ -260,7 +260,8 @@ def retract(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
     a, m = model.attention_per_repeat, model.deltanet_per_repeat
     grads = list(grads)
     for i in reversed(range(len(model.pattern))):
-      block, place, dh = lax.optimization_barrier((blocks[i], kept[i], dh))  # nor run again before it
+      # No layer is run again before the one after it is done with, its weights' gradient added.
+      block, place, dh, grads = lax.optimization_barrier((blocks[i], kept[i], dh, grads))
       kind, trained = model.pattern[i], lora.trainable(model, block)
       whole = lambda p, block=block, is_split=split.blocks[i]: mesh.gather_tree(lora.join(p, block), is_split)
       if kind == 'deltanet':
