@@ -217,7 +217,7 @@ PRESETS = {
         pattern=('deltanet', 'window'), repeats=2, head_dim=16, rotary_fraction=0.5,
         delta_key_dim=16, delta_value_dim=16, window=96, tied_embeddings=True),
     'tiny-mixed': ModelConfig(  # full attention below a recurrent layer: nothing of it falls away where only the state is asked for
-        pattern=('full', 'deltanet'), repeats=1, heads=2, kv_heads=2, rotary_fraction=0.25, output_gate=True,
+        pattern=('full', 'deltanet'), repeats=1, heads=1, kv_heads=1, head_dim=16, rotary_fraction=0.5, output_gate=True,
         delta_key_heads=4, delta_key_dim=16, delta_value_dim=16, norm_offset=1.0),
     # What compare.py, roofline.py and the peers' figures run: Qwen3 and Qwen3.5 of 4 layers.
     'bench': ModelConfig(
