@@ -74,9 +74,14 @@ install() {
     names+=" and requirements-$1.txt"
   fi
   cat "${files[@]}" | cmp -s - "$venv/requirements.txt" && [[ -x $venv/bin/python ]] && return
+  if [[ -L $venv ]] || [[ -e $venv && ! -e $venv/installing && ! -e $venv/requirements.txt ]]; then
+    fail "$venv is not of launch.sh's making, and it would be emptied; use it as it is with VENV=$venv, or remove it."
+  fi
   python=$(find_python)
   echo "launch.sh: installing $names into .venv with $("$python" --version)." >&2
-  "$python" -m venv --clear "$venv" >&2
+  mkdir -p "$venv" && touch "$venv/installing"
+  find "$venv" -mindepth 1 ! -path "$venv/installing" -delete
+  "$python" -m venv "$venv" >&2
   for file in "${files[@]}"; do
     options+=(-r "$file")
   done
@@ -84,6 +89,7 @@ install() {
   "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-compile \
     "${options[@]}" >&2 || { echo 'launch.sh: the install failed; see above.' >&2; exit 1; }
   cat "${files[@]}" > "$venv/requirements.txt"
+  rm "$venv/installing"
 }
 
 name=train

@@ -134,7 +134,8 @@ def pull_segments(model: ModelConfig, replay: ReplayConfig, params: Params, spli
   """
   dtype, count = params.embed.dtype, prefix.shape[1]
   n = segment_count(prefix, length)
-  dh = jnp.zeros((1, count, model.width), dtype)  # no loss on the prefix
+  # No loss on the prefix. (Where layers are one loop, the last one's share is not worth a second copy of its body.)
+  dh = None if model.repeats == 1 else jnp.zeros((1, count, model.width), dtype)
 
   def step(j, carry):
     dk, dv, drecurrent, grads = carry

@@ -210,7 +210,8 @@ def retract(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
   Args:
     cache, segment, kept: as they were given to and came from `extend`.
     node: the node after the segment. before: its recurrent state before it.
-    dh: [B, t, D], cotangent of the segment's output h.
+    dh: [B, t, D], cotangent of the segment's output h; None for none, where the pattern is not repeated: the last
+      layer is pulled back from its keys, values and state alone.
     dk, dv: [L, K, S, h], cotangents of the cache's keys and values; in the host's memory with replay.offload.
     dnode: cotangent of the node after the segment.
     grads: gradients so far, each device's share where a leaf is whole.
@@ -224,8 +225,14 @@ def retract(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
   _, backward = kernels.pair(replay.attention)
 
   def attend_back(trained, whole, kept, k_own, v_own, dk_own, dv_own, dh, dk, dv, layer, kind):
-    h, (o, lse) = kept.h, kept.attention
     first = lambda p, h: layers.attention_in(model, whole(p), h, tables)
+    spent = lambda x, dtype: jnp.moveaxis(
+        lax.dynamic_slice_in_dim(x, view.at, segment.tokens.size, 1).reshape(
+            model.kv_heads, *segment.tokens.shape, -1), 0, 2).astype(dtype)
+    if dh is None:
+      (k, v), pull_in = jax.vjp(lambda p, h: first(p, h)[1:3], trained, kept.h)
+      return *pull_in((spent(dk_own, k.dtype), spent(dv_own, v.dtype))), dk, dv, dk_own, dv_own
+    h, (o, lse) = kept.h, kept.attention
     last = lambda p, h, o, gate: layers.attention_out(model, whole(p), h, o, gate)
     (q, k, v, gate), pull_in = jax.vjp(first, trained, h)
     _, pull_out = jax.vjp(last, trained, h, o, gate)
@@ -240,18 +247,15 @@ def retract(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
         _fold_rows(model, q), *_attention_problem(model, replay, view, k_own, v_own, layer, kind, kernels.CHUNK_BACK),
         lse, do, delta, (sums, (dk_own[None], dv_own[None])))
     dq = _unfold(model, mesh.scatter_sum(dq.reshape(*_row_shape(model, segment), -1), 2))
-    spent = lambda x, like: jnp.moveaxis(
-        lax.dynamic_slice_in_dim(x[0], view.at, segment.tokens.size, 1).reshape(
-            model.kv_heads, *segment.tokens.shape, -1), 0, 2).astype(like.dtype)
-    dp_in, dh_in = pull_in((dq.astype(q.dtype), spent(own[0], k), spent(own[1], v), dgate))
+    dp_in, dh_in = pull_in((dq.astype(q.dtype), spent(own[0][0], k.dtype), spent(own[1][0], v.dtype), dgate))
     dk, dv = (_put_layer(dk, sums[0], layer), _put_layer(dv, sums[1], layer)) if replay.offload else sums
     dp = jax.tree.map(jnp.add, dp_in, dp_out)
     return dp, dh_in + dh_out, dk, dv, own[0][0], own[1][0]
 
   def delta_back(trained, whole, kept, before, dh, dafter):
-    f = lambda p, h, d, c: layers.delta_layer(model, whole(p), h, d, c, segment.length)
+    f = lambda p, h, d, c: layers.delta_layer(model, whole(p), h, d, c, segment.length)[dh is None:]
     out, pull = jax.vjp(f, trained, kept.h, *before)
-    dp, dh, ddelta, dconv = pull(jax.tree.map(lambda c, o: c.astype(o.dtype), (dh, *dafter), out))
+    dp, dh, ddelta, dconv = pull(jax.tree.map(lambda c, o: c.astype(o.dtype), (dh, *dafter)[dh is None:], out))
     return dp, dh, ddelta, dconv
 
   def repeat(carry, xs):
@@ -280,7 +284,12 @@ def retract(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
   own = _by_repeat(model, State(node.slots, before))
   down = _by_repeat(model, State(node.slots.replace(k=dnode.k, v=dnode.v), dnode.recurrent))
   xs = (params.blocks, own, down, kept, jnp.arange(model.repeats, dtype=jnp.int32))
-  (dh, dk, dv, blocks), down = lax.scan(repeat, (dh, dk, dv, grads.blocks), xs, reverse=True)
+  carry = dh, dk, dv, grads.blocks
+  if dh is None:
+    (dh, dk, dv, blocks), down = repeat(carry, jax.tree.map(lambda x: x[0], xs))
+    down = jax.tree.map(lambda x: x[None], down)
+  else:
+    (dh, dk, dv, blocks), down = lax.scan(repeat, carry, xs, reverse=True)
   grads = layers.embed_backward(grads.replace(blocks=blocks), split, segment.tokens, dh)
   k, v, delta, conv = (_join(x) for x in down)
   return dk, dv, StateCotangent(k, v, Recurrent(delta, conv)), grads

@@ -73,6 +73,19 @@ def test_tests_run_in_the_repository(repo, tmp_path):
                  f'in {repo} path {repo}']
 
 
+@pytest.mark.parametrize('linked', [False, True])
+def test_an_environment_that_is_not_its_own_is_left_alone(repo, tmp_path, linked):
+  theirs = tmp_path / 'theirs' if linked else repo / '.venv'
+  (theirs / 'bin').mkdir(parents=True)
+  (theirs / 'bin' / 'python').write_text('theirs')
+  if linked:  # even one that was made by launch.sh elsewhere, of other requirements
+    (theirs / 'requirements.txt').write_text('other')
+    (repo / '.venv').symlink_to(theirs)
+  status, out, err = launch(repo)
+  assert (status, out, len(err)) == (2, [], 1) and 'would be emptied; use it as it is with VENV=' in err[0]
+  assert (theirs / 'bin' / 'python').read_text() == 'theirs' and installs(repo) == 0
+
+
 def test_installs_once_and_says_so_in_one_line(repo):
   line = 'launch.sh: installing requirements.txt into .venv with Python 3.12.0.'
   status, out, err = launch(repo)
