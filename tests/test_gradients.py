@@ -29,7 +29,7 @@ def test_exact_equals_full_sequences_float64(shape, devices, changes):
   np.testing.assert_allclose(got.scores.entropy[mask], want.scores.entropy[mask], atol=1e-12)
 
 
-@pytest.mark.parametrize('name', ['tiny-dense', pytest.param('tiny-window', marks=pytest.mark.slow)])  # DEEP has windows
+@pytest.mark.parametrize('name', ['tiny-dense', 'tiny-mixed', pytest.param('tiny-window', marks=pytest.mark.slow)])  # DEEP has windows
 def test_presets_are_exact(name):
   shape = config.preset(name)
   group = make(shape, 77, RAGGED)
