@@ -31,9 +31,12 @@ PARTS = {  # part: (minutes, the command after `bash launch.sh`)
     'compare_2048': (8, ['compare', '--prefix_len=2048', '--branches=4,8,16']),
     'compare_tunix': (4, ['compare', '--prefix_len=512,2048', '--branches=4', '--peers=tunix', '--rounds=1']),
     'compare_512': (3, ['compare', '--prefix_len=512', '--branches=16']),
-    'compare_hybrid': (4, ['compare', '--model=bench-hybrid', '--prefix_len=2048', '--branches=8', '--peers=hf']),
+    'compare_trl': (4, ['compare', '--prefix_len=2048', '--branches=8', '--peers=hf,trl,prefix_grouper']),
+    'compare_hybrid': (4, ['compare', '--model=bench-hybrid', '--prefix_len=2048', '--branches=8', '--peers=hf,trl']),
+    'compare_tunix_8192': (6, ['compare', '--prefix_len=8192', '--branches=2', '--peers=tunix', '--rounds=1']),
     'compare_alone': (6, ['compare', '--prefix_len=2048,8192', '--branches=1', '--peers=full_sequence']),
-    'roofline': (10, ['roofline', '--prefix_len=1024,2048,4096,8192,16384,32768', '--rounds=2']),
+    **{f'roofline_{n}_layers': (1, ['roofline', f'--repeats={n}', '--prefix_len=2048', '--rounds=1']) for n in (4, 16)},
+    'roofline': (13, ['roofline', '--prefix_len=1024,2048,4096,8192,16384,32768,65536', '--rounds=1']),
     'objectives': (25, ['objectives']),
     'convergence_recall': (35, ['convergence']),
     'convergence_needle': (35, ['convergence', '--task=needle']),
@@ -41,6 +44,9 @@ PARTS = {  # part: (minutes, the command after `bash launch.sh`)
     'drift': (4, ['drift']),
     'work': (1, ['work']),
     'block_diffusion': (6, ['block_diffusion']),
+    'precision': (6, ['precision', '--prefix_len=8192', '--full_sequence']),
+    **{f'receipts_{g}': (20, ['receipts', f'--branches={g}']) for g in (2, 8)},
+    'fuzz': (10, ['fuzz', '--seconds=600']),
     'kill_and_resume': (10, ['kill_and_resume']),
     'soak': (20, ['soak']),
     'tree_speed': (10, ['tree_speed']),
@@ -61,7 +67,9 @@ def define(flags):
 
 def file_of(part: str) -> str:
   """The JSONL file that a part's rows go to, as in experiments/results."""
-  return {'parity': 'gradient_parity', 'convergence': 'convergence', 'speed': 'speed', 'compare': 'compare', 'roofline': 'roofline'}.get(part.split('_')[0], part)
+  kind = part.split('_')[0]
+  several = {'parity': 'gradient_parity'} | {name: name for name in ('convergence', 'speed', 'compare', 'roofline', 'receipts')}
+  return several.get(kind, part)
 
 
 def run_part(part: str, folder: Path) -> None:
