@@ -144,10 +144,10 @@ def main(flags):
   for phase in settings.phases:
     row |= (found := compiled_apart(phase))
     held = found[f'{phase}_bytes']
-    common.log(f'{phase}: {held / 1e9:.1f} GB per chip' + (f' of {chip} GB' if chip else '') if held else
+    common.log(f'{phase}: {held / 1e9:.3g} GB per chip' + (f' of {chip} GB' if chip else '') if held else
                f'{phase}: refused ({found[f"{phase}_refused"]})')
   if 'adam_bytes' in row:
-    common.log(f'Adam moments in float32 would add {row["adam_bytes"] / 1e9:.1f} GB.')
+    common.log(f'Adam moments in float32 would add {row["adam_bytes"] / 1e9:.3g} GB.')
   if settings.out:
     common.append_row(settings.out, row)
   common.emit(row)
