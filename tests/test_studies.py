@@ -92,6 +92,6 @@ def test_committed_rows_say_where_they_come_from():
     rows = [r for r in rows if r.get('stage') == 'start'] or rows  # metrics rows follow their start row
     for row in rows:
       assert {'command', 'commit', 'python', 'jax', 'numpy', 'platform', 'device', 'time'} <= set(row), file
-    if file.stem not in ('memory', 'speed', 'work', 'gradient_parity', 'quickstart_metrics', 'fit', 'compare', 'roofline'):  # nothing is drawn, or seed 0
+    if file.stem not in ('memory', 'speed', 'work', 'gradient_parity', 'quickstart_metrics', 'fit', 'compare', 'roofline', 'receipts'):  # nothing is drawn, or seed 0
       assert all('seed' in row for row in rows), file
     assert not any('/tmp/' in row['command'] for row in rows), file  # a place of the machine that made it
