@@ -172,7 +172,7 @@ class TrainConfig:
   groups_at_once: int = 1  # prompts of a device row whose captures are alive at once
   stream: int = 0  # prefix segments of a call: the gradient in steps, with progress; 0: in one program
   save_steps: float = 0.0  # seconds between saves inside a gradient in steps, where a killed run goes on; 0: off
-  learning_rate: float = 2e-3  # of AdamW, after the ramp
+  learning_rate: float = 1e-3  # of AdamW, after the ramp
   ramp_steps: int = 10  # updates over which the learning rate rises from 0
   decay_start: int = 350  # update from which it falls
   decay_steps: int = 100  # updates over which it falls to a tenth; 0: it stays
