@@ -27,6 +27,7 @@ def define(flags):
   training.define(flags)
   common.define_flags(flags, Study())
   flags.set_default('resample', 0)
+  flags.set_default('learning_rate', 2e-3)
   flags.set_default('out', 'runs/drift.jsonl')
 
 
