@@ -101,8 +101,9 @@ def problem(settings: Fit, devices, dtype: str):
                                       mesh_.devices.flat[0], common.log)
   group, params = abstract_group(shape, replay, settings.branches, settings.branch_len), model.shapes(shape, dtype)
   steps = stream.make_steps(mesh_, shape, replay, objectives.make_objective('grpo', ObjectiveConfig()), group)
-  moments = 2 * 4 * sum(x.size for x in jax.tree.leaves(lora.trainable(shape, params))) // mesh_.size
-  sizes = {'chips': mesh_.size, 'adam_bytes': moments, 'params_bytes': memory.bytes_of(params) // mesh_.size}
+  split = mesh_.size if replay.shard_params else 1
+  moments = 2 * 4 * sum(x.size for x in jax.tree.leaves(lora.trainable(shape, params))) // split
+  sizes = {'chips': mesh_.size, 'adam_bytes': moments, 'params_bytes': memory.bytes_of(params) // split}
   return steps, stream.shapes_of(mesh_, replay, steps, params, group), sizes
 
 
