@@ -19,7 +19,7 @@ def unit(x):
 
 
 def invert_by_masks(a):
-  """The inverse by products of whole matrices in which blocks are masked: what matrix units and TPUs' compiler like."""
+  """`invert_unit_lower` by products of whole matrices in which blocks are masked: what matrix units and TPUs' compiler like."""
   size, place = a.shape[-1], np.arange(a.shape[-1])
   inverse, s = jnp.broadcast_to(jnp.eye(size, dtype=a.dtype), a.shape), 1
   while s < size:
@@ -32,7 +32,7 @@ def invert_by_masks(a):
 
 
 def invert_by_blocks(a, least: int = 16):
-  """The inverse by products of the blocks themselves from size `least` on: a fifth of the work, for CPUs."""
+  """`invert_unit_lower` by products of the blocks themselves from size `least` on: a fifth of the work, for CPUs."""
   size = a.shape[-1]
   if size <= least or size % 2:
     return invert_by_masks(a)

@@ -286,7 +286,7 @@ def retract(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
   xs = (params.blocks, own, down, kept, jnp.arange(model.repeats, dtype=jnp.int32))
   carry = dh, dk, dv, grads.blocks
   if dh is None:
-    (dh, dk, dv, blocks), down = repeat(carry, jax.tree.map(lambda x: x[0], xs))
+    (dh, dk, dv, blocks), down = repeat(carry, jax.tree.map(lambda x: x.squeeze(0), xs))  # refuses a repeated pattern
     down = jax.tree.map(lambda x: x[None], down)
   else:
     (dh, dk, dv, blocks), down = lax.scan(repeat, carry, xs, reverse=True)
