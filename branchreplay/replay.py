@@ -239,13 +239,11 @@ def retract(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
     dp_out, dh_out, do, dgate = pull_out(dh)
     dtype = lse.dtype
     delta = (o.astype(dtype) * do.astype(dtype)).sum(-1)
-    packed = jnp.concatenate([do.astype(dtype), lse[..., None], delta[..., None]], -1)
-    packed = _fold_rows(model, packed)
+    lse, delta = jnp.split(_fold_rows(model, jnp.concatenate([lse, delta])), 2, 1)
     sums = (_fetch_layer(dk, layer), _fetch_layer(dv, layer)) if replay.offload else (dk, dv)
-    do, lse, delta = packed[..., :-2].astype(q.dtype), packed[..., -2], packed[..., -1]
     dq, (sums, own) = backward(
         _fold_rows(model, q), *_attention_problem(model, replay, view, k_own, v_own, layer, kind, kernels.CHUNK_BACK),
-        lse, do, delta, (sums, (dk_own[None], dv_own[None])))
+        lse, _fold_rows(model, do.astype(q.dtype)), delta, (sums, (dk_own[None], dv_own[None])))
     dq = _unfold(model, mesh.scatter_sum(dq.reshape(*_row_shape(model, segment), -1), 2))
     dp_in, dh_in = pull_in((dq.astype(q.dtype), spent(own[0][0], k.dtype), spent(own[1][0], v.dtype), dgate))
     dk, dv = (_put_layer(dk, sums[0], layer), _put_layer(dv, sums[1], layer)) if replay.offload else sums

@@ -179,15 +179,21 @@ def rows_here(settings: Accelerator, dtype: str):
       yield row | common.provenance() | {'part': part, 'dtype': dtype, 'model': settings.model}
 
 
-def run_alone(*extra: str) -> list[dict]:
+def run_alone(*extra: str):
   """Rows of a process of its own with this one's flags and `extra`: it frees the chips, and none are held here meanwhile."""
-  done = subprocess.run([sys.executable, '-m', 'experiments.accelerator', *sys.argv[1:], '--out=', '--alone', *extra],
-                        stdout=subprocess.PIPE, text=True)
-  if done.returncode == 2:
+  with subprocess.Popen([sys.executable, '-m', 'experiments.accelerator', *sys.argv[1:], '--out=', '--alone', *extra],
+                        stdout=subprocess.PIPE, text=True) as process:
+    yield from map(json.loads, process.stdout)
+  if process.returncode == 2:
     raise SystemExit(2)  # said already
-  if done.returncode:
-    common.log(f'{" ".join(extra)} ended with status {done.returncode}, see above.')
-  return [json.loads(line) for line in done.stdout.splitlines()]
+  if process.returncode:
+    common.log(f'{" ".join(extra)} ended with status {process.returncode}, see above.')
+
+
+def platform() -> str:
+  """JAX's default backend, asked in a process of its own."""
+  return subprocess.run([sys.executable, '-c', 'import jax; print(jax.default_backend())'],
+                        stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
 def rows_apart(settings: Accelerator):
@@ -207,7 +213,7 @@ def rows_apart(settings: Accelerator):
       yield fitting.get(row['longest_len'], {}) | row | {'part': 'longest'}
     else:
       for length in common.whole_numbers(f'{part}_len', getattr(settings, f'{part}_len'), 1):
-        yield from run_alone(f'--parts={part}', f'--{part}_len={length}') or [{'part': part, 'prefix_len': length, 'fits': False}]
+        yield from list(run_alone(f'--parts={part}', f'--{part}_len={length}')) or [{'part': part, 'prefix_len': length, 'fits': False}]
 
 
 def main(flags):
@@ -217,6 +223,9 @@ def main(flags):
     raise UserError('rounds, branches, branch_len and matrix must be at least 1, within more than 1.')
   if settings.alone and 'longest' in settings.parts:
     raise UserError('the longest prompt is found by processes of their own; leave --alone out.')
+  if 'longest' in settings.parts and platform() == 'cpu':
+    raise UserError('no GPU or TPU was found, and a CPU does not say which prompt is too long; the other parts run here at '
+                    'small sizes: --parts=parity, or --parts=speed,step --model=tiny-hybrid --speed_len=8192 --step_len=8192.')
   for row in rows_here(settings, flags.dtype) if settings.alone else rows_apart(settings):
     row['command'] = common.command()
     if settings.out:

@@ -235,3 +235,10 @@ def test_accelerator_makes_its_rows(capsys):
   row, = rows_of(accelerator, capsys, '--parts=step', '--alone', '--model=tiny-dense', '--step_len=100', '--segment_len=32', '--branches=2',
                  '--branch_len=8', '--rounds=1', '--dtype=float32', '--virtual_devices=8')
   assert row['fits'] and row['kernel'] == 'blocks' and row['step_s'] > 0 and np.isfinite(row['loss']) and row['part'] == 'step'
+
+
+def test_longest_needs_an_accelerator(capsys):
+  with pytest.raises(SystemExit) as stop:
+    rows_of(accelerator, capsys, '--parts=longest', '--virtual_devices=8')
+  assert stop.value.code == 2
+  assert 'no GPU or TPU was found' in capsys.readouterr().err
