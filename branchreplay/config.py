@@ -162,7 +162,7 @@ class TrainConfig:
   prompts: int = 8  # prompts (groups) of an update
   branches: int = 8  # responses to each prompt, G
   samples: int = 32  # responses sampled, of which the `branches` whose rewards differ most are trained on; 0: branches
-  steps: int = 450  # updates
+  steps: int = 300  # updates
   seed: int = 0  # of initial parameters, data and sampling
   objective: str = 'grpo'  # see objectives.py; coefficients that no flag gives are its paper's
   full_sequence: bool = False  # train on full sequences by plain autodiff instead of replay
@@ -174,7 +174,7 @@ class TrainConfig:
   save_steps: float = 0.0  # seconds between saves inside a gradient in steps, where a killed run goes on; 0: off
   learning_rate: float = 1e-3  # of AdamW, after the ramp
   ramp_steps: int = 10  # updates over which the learning rate rises from 0
-  decay_start: int = 350  # update from which it falls
+  decay_start: int = 200  # update from which it falls
   decay_steps: int = 100  # updates over which it falls to a tenth; 0: it stays
   weight_decay: float = 0.01  # of AdamW
   lora_rank: int = 0  # of the trained updates beside frozen matrices; 0: all parameters are trained
@@ -195,7 +195,7 @@ class TrainConfig:
   warmup_prompts: int = 32  # short prompts of an update
   warmup_long_updates: int = 60  # most supervised updates on prompts of prompt_len
   warmup_learning_rate: float = 5e-3  # of AdamW in the warm-up
-  warmup_reward: float = 0.42  # sampled reward at prompt_len that ends the warm-up
+  warmup_reward: float = 0.6  # sampled reward at prompt_len that ends the warm-up
   eval_every: int = 50  # updates between evaluations on held-out prompts
   eval_prompts: int = 64  # held-out prompts of an evaluation
   eval_samples: int = 4  # responses sampled for each of them

@@ -26,9 +26,8 @@ class Study:
 def define(flags):
   training.define(flags)
   common.define_flags(flags, Study())
-  flags.set_default('resample', 0)
-  flags.set_default('learning_rate', 2e-3)
-  flags.set_default('out', 'runs/drift.jsonl')
+  for name, value in (('resample', 0), ('learning_rate', 2e-3), ('warmup_reward', 0.42), ('out', 'runs/drift.jsonl')):
+    flags.set_default(name, value)
 
 
 def anchor_groups(run, functions, learner, key):

@@ -29,7 +29,7 @@ def define(flags):
   training.define(flags)
   common.define_flags(flags, Study())
   for name, value in (('prompt_len', 512), ('steps', 150), ('segment_len', 128), ('eval_every', 50),
-                      ('learning_rate', 2e-3), ('out', 'runs/fidelity.jsonl')):
+                      ('learning_rate', 2e-3), ('warmup_reward', 0.42), ('out', 'runs/fidelity.jsonl')):
     flags.set_default(name, value)
 
 

@@ -33,7 +33,7 @@ def define(flags):
   training.define(flags)
   common.define_flags(flags, Soak())
   for name, value in (('steps', 2000), ('resample', 0), ('max_new_tokens', 6), ('decay_start', 1000), ('decay_steps', 1000),
-                      ('learning_rate', 2e-3), ('eval_every', 100), ('checkpoint_every', 100)):
+                      ('learning_rate', 2e-3), ('warmup_reward', 0.42), ('eval_every', 100), ('checkpoint_every', 100)):
     flags.set_default(name, value)
 
 

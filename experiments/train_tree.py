@@ -46,7 +46,7 @@ def define(flags):
   training.define(flags)
   common.define_flags(flags, Trees())
   for name, value in (('workdir', 'runs/train_tree'), ('prompt_len', 256), ('segment_len', 32), ('samples', 0),
-                      ('steps', 200), ('learning_rate', 2e-3), ('decay_start', 150), ('decay_steps', 50)):
+                      ('steps', 200), ('learning_rate', 2e-3), ('warmup_reward', 0.42), ('decay_start', 150), ('decay_steps', 50)):
     flags.set_default(name, value)
 
 
