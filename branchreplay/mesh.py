@@ -8,6 +8,7 @@ transpose rightly.
 """
 import jax
 from jax import lax
+from jax.experimental import layout
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
@@ -62,6 +63,15 @@ def abstract(mesh: Mesh, specs, tree):
   lay = lambda spec, part: jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), part)
   return jax.tree.map(lay, specs, tree, is_leaf=lambda s: isinstance(s, P))
+
+
+def laid_out(x, *axes: int):
+  """x with its axes, on a TPU, in this order in memory, the last next to each other; elsewhere as the compiler likes.
+
+  What is read in a loop is otherwise copied, before the loop and as a whole, to the order that its readers like.
+  """
+  in_order = lambda x: layout.with_layout_constraint(x, layout.Layout(axes))
+  return lax.platform_dependent(x, tpu=in_order, default=lambda x: x)
 
 
 def to_host(tree):

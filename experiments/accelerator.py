@@ -176,7 +176,7 @@ def rows_here(settings: Accelerator, dtype: str):
       lengths = common.whole_numbers('step_len', settings.step_len, 1)
       found = (step_row(settings, length, dtype, settings.rounds) for length in lengths)
     for row in found:
-      yield row | common.provenance() | {'part': part, 'dtype': dtype, 'model': settings.model}
+      yield common.provenance() | {'part': part, 'dtype': dtype, 'model': settings.model} | row
 
 
 def run_alone(*extra: str):
