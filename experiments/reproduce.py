@@ -20,7 +20,8 @@ from experiments import common
 
 PARITY = ['gradient_parity', '--prefix_len=1000', '--branches=4', '--branch_len=48']
 PARTS = {  # part: (minutes, the command after `bash launch.sh`)
-    'quickstart': (8, ['train']),
+    'quickstart': (6, ['train']),
+    **{f'quickstart_{seed}': (6, ['train', f'--seed={seed}']) for seed in (1, 2)},
     **{f'parity_{model}_{dtype}': (8, [*PARITY, f'--model={model}', f'--dtype={dtype}', '--devices=1,2,8',
                                        '--mode=exact,detached,depth=2'])
        for dtype in ('float64', 'float32') for model in ('tiny-hybrid', 'tiny-dense', 'tiny-window')},
@@ -68,7 +69,7 @@ def define(flags):
 def file_of(part: str) -> str:
   """The JSONL file that a part's rows go to, as in experiments/results."""
   kind = part.split('_')[0]
-  several = {'parity': 'gradient_parity'} | {name: name for name in ('convergence', 'speed', 'compare', 'roofline', 'receipts')}
+  several = {'parity': 'gradient_parity'} | {name: name for name in ('quickstart', 'convergence', 'speed', 'compare', 'roofline', 'receipts')}
   return several.get(kind, part)
 
 
