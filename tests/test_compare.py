@@ -12,6 +12,7 @@ from tests.test_scripts import rows_of
 TINY = ['--model=tiny-dense', '--prefix_len=40', '--branches=3', '--branch_len=8', '--rounds=2', '--segment_len=16']
 
 
+@pytest.mark.slow
 def test_variants_of_ours(tmp_path, capsys):
   """Full sequences as a peer: the same gradient from another process."""
   out = tmp_path / 'rows.jsonl'

@@ -63,6 +63,7 @@ def test_full_sequence_equals_one_plain_grad():
   assert distance(got, dataclasses.replace(got, grads=want)) <= 1e-13
 
 
+@pytest.mark.slow
 def test_independent_of_segments_and_padding():
   group = make(SMALL, 61, [20, 3, 0, 9])
   want = gradient(SMALL, group, 1, full_sequence=True)

@@ -14,6 +14,7 @@ def rows_of(module, capsys, *flags):
   return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+@pytest.mark.slow
 def test_gradient_parity(capsys, tmp_path):
   sizes = ['--prefix_len=70', '--branches=4', '--branch_len=12', '--segment_len=32', '--branch_segment_len=8']
   rows = rows_of(gradient_parity, capsys, *sizes, '--devices=2', '--mode=exact,detached', '--dtype=float64',

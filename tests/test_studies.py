@@ -39,6 +39,7 @@ def test_exact_lies_on_full_sequence(capsys, tmp_path):
     assert file.suffix == '.png' or file.read_bytes() == (tmp_path / 'b' / file.name).read_bytes()
 
 
+@pytest.mark.slow
 def test_fidelity_and_drift(capsys, tmp_path):
   out = tmp_path / 'fidelity.jsonl'
   rows = rows_of(fidelity, capsys, *TINY, f'--out={out}', '--stages=random', '--lengths=64', '--modes=detached',
