@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from branchreplay import accelerators, attention, config, kernels
+from branchreplay import accelerators, attention, config, kernels, mesh
 from branchreplay.config import ReplayConfig, UserError
 from branchreplay.state import FAR
 from experiments import accelerator
@@ -242,3 +242,15 @@ def test_longest_needs_an_accelerator(capsys):
     rows_of(accelerator, capsys, '--parts=longest', '--virtual_devices=8')
   assert stop.value.code == 2
   assert 'no GPU or TPU was found' in capsys.readouterr().err
+
+
+def test_a_parity_row_keeps_its_own_dtype(monkeypatch):
+  monkeypatch.setattr(accelerator, 'parity_rows', lambda settings: iter([{'kernel': 'blocks', 'dtype': 'float32'}]))
+  row, = accelerator.rows_here(accelerator.Accelerator(parts=('parity',)), 'bfloat16')
+  assert row['dtype'] == 'float32' and row['part'] == 'parity'
+
+
+def test_layouts_are_asked_of_a_tpu_alone():
+  traced = jax.jit(jax.grad(lambda x: mesh.laid_out(x, 1, 0).sum())).trace(jnp.ones((2, 3)))
+  asked = {platform: traced.lower(lowering_platforms=(platform,)).as_text().count('LayoutConstraint') for platform in ('cpu', 'tpu')}
+  assert asked['cpu'] == 0 < asked['tpu']
