@@ -66,9 +66,9 @@ def abstract(mesh: Mesh, specs, tree):
 
 
 def laid_out(x, *axes: int):
-  """x with its axes, on a TPU, in this order in memory, the last next to each other; elsewhere as the compiler likes.
+  """x, any array, whose `axes` (all of them, major to minor) lie in this order in a TPU's memory; elsewhere as the compiler likes.
 
-  What is read in a loop is otherwise copied, before the loop and as a whole, to the order that its readers like.
+  What a loop reads is otherwise copied, before the loop and as a whole, to the order that its readers like.
   """
   in_order = lambda x: layout.with_layout_constraint(x, layout.Layout(axes))
   return lax.platform_dependent(x, tpu=in_order, default=lambda x: x)

@@ -143,10 +143,10 @@ def _norm(model, x, weight):
   return rms_norm(x, weight, model.norm_offset, model.norm_eps)
 
 
-def _linear(x, weight):
-  """`linear` for a result that is split into heads: a TPU's compiler would rather have the weights of all layers transposed."""
+def _heads(x, weight, size: int):
+  """`linear`, split into heads: [..., D] -> [..., n, size]. (A TPU's compiler would rather have all layers' weights transposed.)"""
   y = linear(x, weight)
-  return mesh.laid_out(y, *range(y.ndim))
+  return mesh.laid_out(y, *range(y.ndim)).reshape(*y.shape[:-1], -1, size)
 
 
 def mlp(model, block: Block, h):
@@ -159,8 +159,7 @@ def mlp(model, block: Block, h):
 def attention_in(model: ModelConfig, block: Block, h, tables):
   """q [..., t, H, h] (scaled), k and v [..., t, K, h], gate [..., t, H*h] or None."""
   p, x = block.mixer, _norm(model, h, block.norm)
-  heads = lambda y, n: y.reshape(*y.shape[:-1], n, model.head_dim)
-  q, k, v = (heads(_linear(x, w), n) for w, n in ((p.q, model.heads), (p.k, model.kv_heads), (p.v, model.kv_heads)))
+  q, k, v = (_heads(x, weight, model.head_dim) for weight in (p.q, p.k, p.v))
   if model.qk_norm:
     q, k = _norm(model, q, p.q_norm), _norm(model, k, p.k_norm)
   q, k = rope.rotate(q, tables), rope.rotate(k, tables)
@@ -183,7 +182,7 @@ def delta_in(model: ModelConfig, block: Block, h):
   key_heads = lambda y: y.reshape(*y.shape[:-1], model.delta_key_heads, model.delta_key_dim)
   value_heads = lambda y: y.reshape(*y.shape[:-1], model.delta_value_heads, model.delta_value_dim)
   return (key_heads(qkv[..., :keys]), key_heads(qkv[..., keys:2 * keys]), value_heads(qkv[..., 2 * keys:]),
-          linear(x, p.beta), linear(x, p.decay), value_heads(_linear(x, p.z)))
+          linear(x, p.beta), linear(x, p.decay), _heads(x, p.z, model.delta_value_dim))
 
 
 def delta_gates(beta, decay, a_log, dt_bias, valid):

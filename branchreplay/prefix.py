@@ -142,7 +142,7 @@ def pull_segments(model: ModelConfig, replay: ReplayConfig, params: Params, spli
     i = n - 1 - j
     before, kept = jax.tree.map(lambda h: lax.dynamic_index_in_dim(h, i, 0, False), (captured.history, captured.kept))
     before = mesh.to_device(before) if replay.offload else before
-    before = before.replace(conv=mesh.laid_out(before.conv, 2, 1, 0, 3))  # of the history, whose axis of 3 a TPU would pad
+    before = before.replace(conv=mesh.laid_out(before.conv, 2, 1, 0, 3))  # the history's own order, which pads no axis of W-1
     before = jax.tree.map(lambda x, like: x.astype(like.dtype), before, captured.state.recurrent)
     segment, at = _segment(prefix, length, i), i * count
     slots = captured.state.slots

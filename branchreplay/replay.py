@@ -239,7 +239,7 @@ def retract(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
     dp_out, dh_out, do, dgate = pull_out(dh)
     dtype = lse.dtype
     delta = (o.astype(dtype) * do.astype(dtype)).sum(-1)
-    lse, delta = jnp.split(_fold_rows(model, jnp.concatenate([lse, delta])), 2, 1)
+    lse, delta = jnp.split(_fold_rows(model, jnp.concatenate([lse, delta])), 2, 1)  # one gather of both
     sums = (_fetch_layer(dk, layer), _fetch_layer(dv, layer)) if replay.offload else (dk, dv)
     dq, (sums, own) = backward(
         _fold_rows(model, q), *_attention_problem(model, replay, view, k_own, v_own, layer, kind, kernels.CHUNK_BACK),

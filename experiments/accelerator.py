@@ -180,7 +180,7 @@ def rows_here(settings: Accelerator, dtype: str):
 
 
 def run_alone(*extra: str):
-  """Rows of a process of its own with this one's flags and `extra`: it frees the chips, and none are held here meanwhile."""
+  """Yields the rows, as they are made, of a process of its own with this one's flags and `extra`: it frees the chips, and none are held here meanwhile."""
   with subprocess.Popen([sys.executable, '-m', 'experiments.accelerator', *sys.argv[1:], '--out=', '--alone', *extra],
                         stdout=subprocess.PIPE, text=True) as process:
     yield from map(json.loads, process.stdout)

@@ -36,7 +36,7 @@ class Precision:
   branch_len: int = 64  # tokens of a response
   segment_len: int = 256  # positions of a prefix segment
   devices: int = 2  # devices of the seq axis
-  variants: tuple[str, ...] = ('bfloat16', 'cotangent', 'history', 'bfloat16_cotangent')  # of VARIANTS
+  variants: tuple[str, ...] = ('bfloat16', 'cotangent', 'history', 'bfloat16_cotangent')  # these, or full_sequence
   seeds: tuple[str, ...] = ('0',)  # of parameters and tokens
   out: str = ''  # JSONL file to append the rows to
 

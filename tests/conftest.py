@@ -32,7 +32,8 @@ def pytest_configure(config):
 
 
 LONG = ('test_gradients', 'test_hf_parity', 'test_objective_gradients', 'test_studies', 'test_train', 'test_edge_cases',
-        'test_processes', 'test_scripts', 'test_user_data', 'test_tree', 'test_kernels', 'test_stream', 'test_lora', 'test_blocks')  # minutes each; begun first, so that no process is left with one at the end
+        'test_processes', 'test_scripts', 'test_user_data', 'test_tree', 'test_kernels', 'test_stream', 'test_lora',
+        'test_blocks')  # minutes each; begun first, so that no process is left with one at the end
 
 
 def pytest_collection_modifyitems(items):
