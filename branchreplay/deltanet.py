@@ -120,10 +120,12 @@ def causal_conv(x, tail, weight, length):
     x: [B, T, C] inputs. tail: [B, W-1, C] the inputs before them.
     weight: [C, W], oldest tap first. length: i32 [B] valid positions of x.
 
-  Returns y [B, T, C] and the new tail: the last W-1 inputs that are real tokens.
+  Returns y [B, T, C], float32 at least (in bfloat16 its sum would double the squared error of
+  the model's gradient), and the new tail: the last W-1 inputs that are real tokens.
   """
-  width, steps = weight.shape[1], x.shape[1]
+  width, steps, dtype = weight.shape[1], x.shape[1], at_least_f32(x.dtype)
   inputs = jnp.concatenate([tail.astype(x.dtype), x], 1)
-  y = sum(inputs[:, j:j + steps] * weight[:, j] for j in range(width))
+  wide, taps = inputs.astype(dtype), weight.astype(dtype)
+  y = sum(wide[:, j:j + steps] * taps[:, j] for j in range(width))
   at = length[:, None] + jnp.arange(width - 1)
   return jax.nn.silu(y), jnp.take_along_axis(inputs, at[..., None], 1)
