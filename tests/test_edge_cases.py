@@ -151,6 +151,18 @@ def test_padding_never_enters_the_convolution_tail():
   assert np.isfinite(jax.grad(lambda x: deltanet.unit(x).sum())(jnp.zeros(4))).all()
 
 
+def test_convolution_in_bfloat16_rounds_its_inputs_alone():
+  rng = np.random.default_rng(0)
+  x, tail, weight = (jnp.asarray(rng.normal(size=size), jnp.bfloat16) for size in ((2, 9, 5), (2, 3, 5), (5, 4)))
+  wide = lambda tree: jax.tree.map(lambda y: y.astype(jnp.float32), tree)
+  conv = lambda x, tail, weight: deltanet.causal_conv(x, tail, weight, jnp.array([9, 4]))
+  (got, pull), (want, pull_wide) = jax.vjp(conv, x, tail, weight), jax.vjp(conv, *wide((x, tail, weight)))
+  assert got[0].dtype == jnp.float32 and got[1].dtype == jnp.bfloat16
+  np.testing.assert_array_equal(got[0], want[0])
+  for a, b in zip(pull((want[0], jnp.zeros_like(tail))), pull_wide((want[0], jnp.zeros_like(want[1])))):
+    np.testing.assert_array_equal(a, b.astype(jnp.bfloat16))
+
+
 def recurrence(q, k, v, g, b, state):
   """The delta rule token by token, float64."""
   out = []

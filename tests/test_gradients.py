@@ -47,6 +47,19 @@ def test_float32_is_as_good_as_full_sequences():
   assert distance(got, truth) <= min(1e-4, 3 * distance(plain, truth))
 
 
+def test_bfloat16_is_as_good_as_full_sequences():
+  """Parameters and state in bfloat16; the truth is of the same, rounded, parameters."""
+  shape, found = config.preset('tiny-hybrid'), []
+  for seed in range(3):
+    group = jax.tree.map(lambda x: x.astype(np.float32) if x.dtype == np.float64 else x, make(shape, 90, RAGGED, seed))
+    low = model.init(shape, jax.random.key(seed), jnp.bfloat16)
+    of = lambda params, **how: function(shape, dataclasses.replace(REPLAY, accumulate_dtype='float32'), 1, len(RAGGED), **how)(params, group)
+    truth = of(jax.tree.map(lambda x: x.astype(jnp.float32), low))
+    found.append((distance(of(low), truth), distance(of(low, full_sequence=True), truth)))
+  got, plain = np.median(found, 0)
+  assert got <= min(0.03, 1.1 * plain)
+
+
 def test_full_sequence_equals_one_plain_grad():
   """The reference itself, against jax.grad of the objective of all log-probs at once."""
   group = make(SMALL, 30, [5, 3, 0, 8])
