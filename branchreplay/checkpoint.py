@@ -1,6 +1,7 @@
 """A run's work directory: config.json and Orbax checkpoints that hold all of its state."""
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -10,6 +11,7 @@ import time
 
 from absl import logging
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from branchreplay import processes, seals
@@ -76,6 +78,16 @@ def _differences(held: dict, asked: dict) -> dict:
   """key -> what it is in either dict, for the keys that differ."""
   return {key: f'{key} is {held.get(key, "absent")} there and {asked.get(key, "absent")} here'
           for key in sorted(held.keys() | asked.keys()) if held.get(key) != asked.get(key)}
+
+
+def fingerprint(tree) -> str:
+  """Of every bit of a tree of arrays (no scalars), however they lie on devices."""
+  def words(x):
+    bits = jax.lax.bitcast_convert_type(x, f'uint{8 * min(4, x.dtype.itemsize)}').astype(jnp.uint32)
+    place = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, bits.ndim - 1)
+    return (bits * (2 * place + 1)).sum(dtype=jnp.uint32)
+  sums = processes.fetch(jax.jit(lambda leaves: [words(x) for x in leaves])(jax.tree.leaves(tree)))
+  return hashlib.sha256(repr([int(x) for x in sums]).encode()).hexdigest()
 
 
 def open_checkpoints(workdir: Path, keep: int = 2) -> ocp.CheckpointManager:
@@ -159,8 +171,8 @@ def _put_aside(manager, steps: list[int]) -> None:
     os.replace(manager.directory / str(step), aside / f'{step}-{time.time_ns()}')
 
 
-def restore_part(manager: ocp.CheckpointManager, name: str, target, log=lambda text: None) -> tuple[int, object] | None:
-  """(step, state[name]) of the newest good checkpoint, read alone; None where there is none."""
+def restore_part(manager: ocp.CheckpointManager, name: str, target, log=lambda text: None) -> tuple[int, object, dict] | None:
+  """(step, state[name], meta) of the newest good checkpoint, no more of it read; None where there is none."""
   step, _ = newest_good(manager, log)
   if step is None:
     return None
@@ -169,7 +181,7 @@ def restore_part(manager: ocp.CheckpointManager, name: str, target, log=lambda t
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
     state = reader.restore(manager.directory / str(step) / 'state', args=ocp.args.PyTreeRestore(
         item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True))
-  return step, state[name]
+  return step, state[name], manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
 
 
 def _check_fit(manager, step: int, tree, target) -> None:

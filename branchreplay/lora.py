@@ -59,6 +59,11 @@ def trainable(model: ModelConfig, tree):
   return jax.tree_util.tree_map_with_path(keep, tree, is_leaf=_is_adapted)
 
 
+def frozen(model: ModelConfig, tree):
+  """`tree` with None at the leaves that are trained."""
+  return jax.tree.map(lambda whole, part: whole if part is None else None, tree, trainable(model, tree))
+
+
 def join(part, whole):
   """`whole` with the leaves that `part` has."""
   return jax.tree.map(lambda w, p: w if p is None else p, whole, part)

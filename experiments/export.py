@@ -13,9 +13,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from branchreplay import checkpoint, config, hf, mesh, model
+from branchreplay import checkpoint, config, hf, lora, mesh, model
 from branchreplay.config import UserError
-from experiments import common
+from experiments import adapters, common
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +59,15 @@ def main(flags):
   one = mesh.make_mesh(1, 1)
   sharding = jax.sharding.NamedSharding(one, jax.sharding.PartitionSpec())
   target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-                        model.shapes(run['model'], run['dtype']))
+                        lora.trainable(run['model'], model.shapes(run['model'], run['dtype'])))
   with checkpoint.open_checkpoints(workdir) as manager:
     found = checkpoint.restore_part(manager, 'params', target, common.log)
   if found is None:
     raise UserError(f'{workdir} holds no checkpoint yet; wait for the first one or name another --workdir.')
-  step, params = found
+  step, params, meta = found
+  if run['model'].lora_rank:
+    base = hf.load(run['init'], run['model'], one, config.ReplayConfig(), run['dtype'])
+    params = adapters.rejoined(run['model'], params, meta, base, run['init'])
   if settings.export_dtype:
     params = jax.tree.map(lambda x: x.astype(jnp.dtype(settings.export_dtype)), params)
   hf.save(settings.folder, params, run['model'], source=run['init'] or None,

@@ -154,7 +154,7 @@ def reinforce(run: Run, learner: Learner, optimizer, start: int, writer, manager
                           'go on past it, from the last checkpoint, with --on_nonfinite=skip, or start anew in another --workdir with a lower '
                           '--learning_rate.')
       except UserError:  # also a reward function's; the parameters are those of before
-        training.save(manager, step, learner._replace(key=before.key, cursor=before.cursor))
+        training.save(run, manager, step, learner._replace(key=before.key, cursor=before.cursor))
         raise
       writer.write(row)
       progress.update(step + 1, row['positions'], row['reward'], row['loss'])
@@ -162,9 +162,9 @@ def reinforce(run: Run, learner: Learner, optimizer, start: int, writer, manager
       if last or (step + 1) % train.eval_every == 0:
         writer.write({'stage': 'eval', 'step': step + 1, 'reward': evaluate(learner.params, train.prompt_len)})
       if not last and processes.from_all(stop.asked).any():
-        training.save_and_stop(manager, step + 1, learner)
+        training.save_and_stop(run, manager, step + 1, learner)
       if last or (step + 1) % train.checkpoint_every == 0:
-        training.save(manager, step + 1, learner)
+        training.save(run, manager, step + 1, learner)
   return learner
 
 
@@ -186,7 +186,7 @@ def main(flags):
       reference = jax.tree.map(jnp.copy, params) if training.keeps_reference(run) else None
       learner = training.on_mesh(run, learner._replace(
           params=params, opt_state=jax.jit(optimizer.init)(params), reference=reference))
-      training.save(held.manager, 0, learner)
+      training.save(run, held.manager, 0, learner)
     held.stop.save_first()
     learner = reinforce(run, learner, optimizer, start, held.writer, held.manager, evaluate, held.stop)
     finish(run, held.workdir, learner, evaluate, time.monotonic() - started)
@@ -217,7 +217,7 @@ def finish(run: Run, workdir, learner: Learner, evaluate, seconds: float) -> Non
       'model': train.init or run.where.model, 'task': train.data_file or train.task, 'objective': train.objective,
       'mode': mode, 'seed': train.seed, 'mesh': dict(run.mesh.shape), 'steps': train.steps, 'prompt_len': train.prompt_len, 'prompts': train.prompts, 'branches': train.branches,
       'reward_after_warmup': before, 'held_out_reward': held_out, 'positions': positions,
-      'positions_full_sequences': full, 'seconds': seconds}
+      'positions_full_sequences': full, 'first_update_s': updates[0]['seconds'] if updates else None, 'seconds': seconds}
   if run.where.out:
     common.append_row(run.where.out, row)
   common.emit(row)

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from branchreplay import accelerators, batch, checkpoint, config, hf, lora, mesh, metrics, model, objectives, processes, sample, tasks
 from branchreplay.config import ObjectiveConfig, ReplayConfig, TrainConfig, UserError
-from experiments import common, guards, sources
+from experiments import adapters, common, guards, sources
 
 REPLAY = ReplayConfig(segment_len=512, branch_segment_len=8, prefix_capacity=0, branch_capacity=0,
                       replay_batch=8, keep='auto', attention='auto')
@@ -63,7 +63,7 @@ class Opened(NamedTuple):
 
 
 class Learner(NamedTuple):
-  """What changes: a tree of arrays, saved and restored whole."""
+  """What changes: a tree of arrays, all of it saved and restored but frozen parameters."""
   params: Any
   opt_state: Any
   key: Any  # random key of the next update's rollouts
@@ -173,9 +173,9 @@ def updates(run: Run, held: 'Opened', learner: Learner, step_of, evaluate, shown
       if last or (step + 1) % train.eval_every == 0:
         held.writer.write({'stage': 'eval', 'step': step + 1} | evaluate(learner))
       if not last and processes.from_all(held.stop.asked).any():
-        save_and_stop(held.manager, step + 1, learner)
+        save_and_stop(run, held.manager, step + 1, learner)
       if last or (step + 1) % train.checkpoint_every == 0:
-        save(held.manager, step + 1, learner)
+        save(run, held.manager, step + 1, learner)
   return learner
 
 
@@ -206,21 +206,25 @@ def training_optimizer(run: Run):
 
 def restore(run: Run, manager, learner: Learner) -> tuple[int | None, Learner]:
   """(step, learner) of the last checkpoint, laid out as `learner` is; (None, learner) without one."""
-  target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), learner._asdict())
+  state = learner._asdict() | {'params': adapters.held(run.model, learner.params)[0]}
+  target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
   found = checkpoint.restore_latest(manager, target, common.log)
   if found is None:
     return None, learner
-  common.log(f'{run.where.workdir}: going on after update {found[0]}.')
-  return found[0], Learner(**found[1])
+  step, state, meta = found
+  params = adapters.rejoined(run.model, state['params'], meta, learner.params, run.train.init)
+  common.log(f'{run.where.workdir}: going on after update {step}.')
+  return step, Learner(**state | {'params': params})
 
 
-def save(manager, step: int, learner: Learner) -> bool:
+def save(run: Run, manager, step: int, learner: Learner) -> bool:
   """Saves the learner; False, and a sentence, where the disk refuses: earlier checkpoints are kept.
 
   UserError instead where one of several processes is refused: the others cannot know.
   """
   try:
-    checkpoint.save(manager, step, learner._asdict(), {})
+    params, meta = adapters.held(run.model, learner.params)
+    checkpoint.save(manager, step, learner._asdict() | {'params': params}, meta)
     return True
   except checkpoint.NotSaved as error:
     if jax.process_count() > 1:
@@ -229,9 +233,9 @@ def save(manager, step: int, learner: Learner) -> bool:
     return False
 
 
-def save_and_stop(manager, step: int, learner: Learner):
+def save_and_stop(run: Run, manager, step: int, learner: Learner):
   """Saves and raises Stopped, with a sentence on where the same command goes on."""
-  where = 'which is saved; the same command goes on from there' if save(manager, step, learner) else (
+  where = 'which is saved; the same command goes on from there' if save(run, manager, step, learner) else (
       'which is not saved; the same command goes on from the last checkpoint')
   raise common.Stopped(f'stopped after update {step}, {where}.')
 

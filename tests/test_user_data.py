@@ -1,13 +1,14 @@
 """A run on a user's own files: checkpoint folder, tokenizer, JSONL prompts and reward, then export."""
 import json
+from pathlib import Path
 import re
 
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
-from branchreplay import hf, mesh, model
+from branchreplay import checkpoint as checkpoints, hf, mesh, model
 from branchreplay.config import ModelConfig, ReplayConfig
 from experiments import common, export, train, train_dpo, train_tree
 
@@ -156,3 +157,23 @@ def test_lora_trains_adapters_and_exports_whole_matrices(files, checkpoint, caps
   with pytest.raises(SystemExit, match='2'):
     run(train, '--lora_rank=2', '--workdir=other')
   assert 'name its checkpoint folder with --init' in capsys.readouterr().err
+
+
+def test_lora_checkpoints_hold_adapters_and_go_on_beside_the_same_weights_alone(files, checkpoint, capsys):
+  run = lambda module, *more: common.run(module.define, module.main, [module.__name__, *more])
+  flags = [*files, *TINY, '--lora_rank=2', '--lora_targets=q', '--resample=0', '--samples=0', '--learning_rate=0.1']
+  losses = lambda folder: [json.loads(line)['loss'] for line in open(f'{folder}/metrics.jsonl') if '"rl"' in line]
+  run(train, *flags, '--steps=4', '--workdir=straight')
+  run(train, *flags, '--steps=2', '--workdir=parts')
+  with checkpoints.open_checkpoints(Path('parts')) as manager:
+    held = checkpoints._leaves(manager.item_metadata(2).state.tree['params'])
+  assert sorted(held) == ['blocks/0/mixer/q/a', 'blocks/0/mixer/q/b']
+  run(train, *flags, '--steps=4', '--workdir=parts')
+  assert losses('parts') == losses('straight') and len(losses('parts')) == 4
+  weights = load_file(checkpoint / 'model.safetensors')
+  name = 'model.layers.0.mlp.up_proj.weight'
+  save_file(weights | {name: weights[name] + 0.001}, checkpoint / 'model.safetensors')
+  for again in (lambda: run(train, *flags, '--steps=6', '--workdir=parts'), lambda: run(export, '--workdir=parts', '--folder=other')):
+    with pytest.raises(SystemExit, match='2'):
+      again()
+    assert 'not those that the adapters of this run were trained with' in capsys.readouterr().err
