@@ -12,7 +12,7 @@ from branchreplay.advantages import (
     branch_advantages, gae, overlong_penalty, penalized_rewards, preference_order, token_rewards, whiten,
     widest_subset)
 from branchreplay.config import UserError
-from experiments import resume, training
+from experiments import resume, sampling, training
 from experiments.training import Learner, Run
 
 
@@ -96,11 +96,11 @@ class Responses(NamedTuple):
 
 def sampled(run: Run, functions: Functions, learner: Learner, examples, key) -> Responses:
   """Responses decoded from the policy, rewarded by the source."""
-  rollout, captured = functions.rollout(learner.params, training.stack_prompts(run.replay, [e.prompt for e in examples]),
-                                        jax.random.split(key, len(examples)), training.sampling_of(run))
+  rollout, captured = functions.rollout(learner.params, sampling.stack_prompts(run.replay, [e.prompt for e in examples]),
+                                        jax.random.split(key, len(examples)), sampling.sampling_of(run))
   rollout = processes.fetch(rollout)
   rows = lambda x: [[row[:n] for row, n in zip(*group)] for group in zip(x, rollout.length)]
-  return Responses(rows(rollout.tokens), rows(rollout.logprobs), training.rewards_of(run.source, examples, rollout), captured)
+  return Responses(rows(rollout.tokens), rows(rollout.logprobs), sampling.rewards_of(run.source, examples, rollout), captured)
 
 
 def offline(run: Run, examples) -> Responses:

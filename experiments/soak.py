@@ -18,7 +18,7 @@ import numpy as np
 
 from branchreplay import checkpoint, metrics, tasks
 from branchreplay.config import UserError
-from experiments import common, sources, train, training, warmup
+from experiments import common, sampling, sources, train, training, warmup
 
 COMPILED = '/jax/core/compile/backend_compile_duration'
 
@@ -92,7 +92,7 @@ def main(flags):
     raise UserError('give --every and --lengths of at least 1, and --steps of at least twice --every.')
   run = run._replace(source=ragged(run.train, settings.lengths))
   rows, optimizer = [], training.training_optimizer(run)
-  evaluate = training.evaluator(run, run.replay.prefix_capacity)
+  evaluate = sampling.evaluator(run, run.replay.prefix_capacity)
   with tempfile.TemporaryDirectory() as folder:
     workdir = checkpoint.claim_workdir(folder, training.resolved(run))
     with (checkpoint.open_checkpoints(workdir) as manager, metrics.JsonlWriter(workdir / 'metrics.jsonl') as writer,

@@ -22,7 +22,7 @@ import numpy as np
 
 from branchreplay import mesh, objectives, processes
 from branchreplay.config import UserError
-from experiments import common, guards, plots, rollouts, training, warmup
+from experiments import common, guards, plots, rollouts, sampling, training, warmup
 from experiments.refresh import Kept, refresh
 from experiments.training import Learner, Run
 
@@ -172,7 +172,7 @@ def main(flags):
   run = training.make_run(flags)
   train = run.train
   optimizer = training.training_optimizer(run)
-  evaluate = training.evaluator(run, (1 if train.data_file else 4) * run.replay.prefix_capacity)
+  evaluate = sampling.evaluator(run, (1 if train.data_file else 4) * run.replay.prefix_capacity)
   started = time.monotonic()
   with training.opened(run, optimizer, MAY_CHANGE) as held:
     start, learner = held.start, held.learner

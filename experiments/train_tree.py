@@ -21,7 +21,7 @@ import numpy as np
 from branchreplay import objectives, processes, sample, tasks, tree, trie, turns
 from branchreplay.config import UserError
 from branchreplay.turns import Trajectory
-from experiments import common, plots, training, warmup
+from experiments import common, plots, sampling, training, warmup
 from experiments.training import Learner, Run
 
 TURN_WISE = ('reinforce', 'grpo', 'dr_grpo')  # objectives that take an advantage for each token
@@ -74,13 +74,13 @@ def sample_lookups(run: Run, settings: Trees, functions: Functions, params, look
   """Trajectories [N][G] of responses to N lookups, G = branches x answers, and their rewards [N, G]."""
   count, calls_each = len(lookups), run.train.branches
   keys = jax.random.split(key, 2 * count).reshape(2, count)
-  rollout, captured = functions.calls(params, training.stack_prompts(run.replay, [x.prompt for x in lookups]), keys[0],
-                                         training.sampling_of(run))
+  rollout, captured = functions.calls(params, sampling.stack_prompts(run.replay, [x.prompt for x in lookups]), keys[0],
+                                         sampling.sampling_of(run))
   tokens, length = processes.fetch((rollout.tokens, rollout.length))
   calls = [[tokens[n, c, :length[n, c]] for c in range(calls_each)] for n in range(count)]
   pages = [[tasks.open_page(x, call) for call in row] for x, row in zip(lookups, calls)]
   forked = functions.answers(params, captured, forks_of(run, settings, lookups, calls, pages),
-                             jax.vmap(lambda k: jax.random.split(k, calls_each))(keys[1]), training.sampling_of(run))
+                             jax.vmap(lambda k: jax.random.split(k, calls_each))(keys[1]), sampling.sampling_of(run))
   tokens, length = processes.fetch((forked.tokens, forked.length))
   found, rewards = [], []
   for n, x in enumerate(lookups):
@@ -218,7 +218,7 @@ def main(flags):
     learner = held.learner
     if held.start is None:
       if not (train.data_file or train.init):  # single questions first, as the quickstart does
-        params = warmup.warm_up(run, training.evaluator(run, run.replay.prefix_capacity), held.writer)
+        params = warmup.warm_up(run, sampling.evaluator(run, run.replay.prefix_capacity), held.writer)
         learner = training.on_mesh(run, learner._replace(params=params, opt_state=jax.jit(optimizer.init)(params)))
       held.writer.write({'stage': 'eval', 'step': 0} | held_out(learner))
     step_of = lambda learner, step: train_step(run, settings, functions, task, learner, step)
