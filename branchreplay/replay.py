@@ -49,6 +49,8 @@ class Kept:
 @struct.dataclass
 class View:
   """What a segment's attention layers share: where its rows and its keys are."""
+  segment: Segment
+  tables: Any  # of rope.tables_of, for this device's positions
   position: Any  # i32 [t], positions of this device's rows
   rows: Any  # i32 [R], position of every row of all devices, R = B*T*G
   sight: Any  # i32 [R], the last position each sees; -1 of padding
@@ -76,7 +78,8 @@ def _view(model: ModelConfig, cache: Slots, node: State, segment: Segment) -> Vi
   ends = jnp.where(offset[None] < segment.length[:, None, None], ends, -1)
   filled = jnp.arange(cache.position.size) < cache.used
   fold_rows = lambda x: fold(x, (batch, steps, group))
-  return View(position, fold_rows(everywhere), fold_rows(ends), fold_rows(branch[..., None]),
+  tables = rope.tables_of(model, position, attention.at_least_f32(node.slots.k.dtype))
+  return View(segment, tables, position, fold_rows(everywhere), fold_rows(ends), fold_rows(branch[..., None]),
               cache.replace(position=jnp.where(filled, cache.position, FAR)), own, node.slots.used, batch > 1)
 
 
@@ -133,6 +136,21 @@ def _join(x):
   return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
+def _attend(model, replay, view: View, block, h, k_own, v_own, layer, kind, known):
+  """An attention layer of `kind`: h after it, the node's keys and values with the segment's put in, and (o, lse)."""
+  q, k, v, gate = layers.attention_in(model, block, h, view.tables)
+  put = lambda x, y: lax.dynamic_update_slice_in_dim(x, _head_major(y, x.dtype), view.at, 1)
+  k_own, v_own = put(k_own, k), put(v_own, v)
+  if known is None:
+    problem = _attention_problem(model, replay, view, k_own, v_own, layer, kind, kernels.CHUNK)
+    forward, _ = kernels.pair(replay.attention)
+    o, lse = attention.merge(*forward(_fold_rows(model, q), *problem), _row_shape(model, view.segment))
+    o, lse = _unfold(model, o).astype(h.dtype), _unfold(model, lse)
+  else:
+    o, lse = known
+  return layers.attention_out(model, block, h, o, gate), k_own, v_own, (o, lse)
+
+
 def extend(model: ModelConfig, replay: ReplayConfig, params: Params, split: Params, cache: Slots,
            node: State, segment: Segment, keep: bool = False, attended=None):
   """Runs `segment` forward on (cache, node).
@@ -143,20 +161,6 @@ def extend(model: ModelConfig, replay: ReplayConfig, params: Params, split: Para
   it. attended: the (o, lse) of each place from an earlier run, which spares attention.
   """
   view = _view(model, cache, node, segment)
-  tables = rope.tables_of(model, view.position, attention.at_least_f32(params.embed.dtype))
-  forward, _ = kernels.pair(replay.attention)
-
-  def attend(block, h, k_own, v_own, layer, kind, known):
-    q, k, v, gate = layers.attention_in(model, block, h, tables)
-    put = lambda x, y: lax.dynamic_update_slice_in_dim(x, _head_major(y, x.dtype), view.at, 1)
-    k_own, v_own = put(k_own, k), put(v_own, v)
-    if known is None:
-      problem = _attention_problem(model, replay, view, k_own, v_own, layer, kind, kernels.CHUNK)
-      o, lse = attention.merge(*forward(_fold_rows(model, q), *problem), _row_shape(model, segment))
-      o, lse = _unfold(model, o).astype(h.dtype), _unfold(model, lse)
-    else:
-      o, lse = known
-    return layers.attention_out(model, block, h, o, gate), k_own, v_own, (o, lse)
 
   def repeat(h, xs):
     blocks, k, v, delta, conv, earlier, r = xs
@@ -170,7 +174,7 @@ def extend(model: ModelConfig, replay: ReplayConfig, params: Params, split: Para
         deltas, convs, m = deltas + [d], convs + [c], m + 1
       else:
         layer = r * model.attention_per_repeat + a
-        h, k1, v1, found = attend(block, h, k[a], v[a], layer, kind, known)
+        h, k1, v1, found = _attend(model, replay, view, block, h, k[a], v[a], layer, kind, known)
         kept[-1] = kept[-1].replace(attention=found)
         ks, vs, a = ks + [k1], vs + [v1], a + 1
     stack = lambda new, old: jnp.stack(new) if new else old
@@ -202,6 +206,47 @@ def _put_layer(x, update, layer):
   return lax.dynamic_update_slice_in_dim(x, mesh.to_host(update), layer, 0)
 
 
+def _attend_back(model, replay, view: View, trained, whole, kept: Kept, k_own, v_own, dk_own, dv_own, dh, dk, dv, layer, kind):
+  """The mirror of `_attend`: cotangents of `trained`, of the layer's input, of cache and own keys and values.
+
+  whole(trained) is the layer's block. dh None: of its keys and values alone.
+  """
+  segment = view.segment
+  first = lambda p, h: layers.attention_in(model, whole(p), h, view.tables)
+  spent = lambda x, dtype: jnp.moveaxis(
+      lax.dynamic_slice_in_dim(x, view.at, segment.tokens.size, 1).reshape(
+          model.kv_heads, *segment.tokens.shape, -1), 0, 2).astype(dtype)
+  if dh is None:
+    (k, v), pull_in = jax.vjp(lambda p, h: first(p, h)[1:3], trained, kept.h)
+    return *pull_in((spent(dk_own, k.dtype), spent(dv_own, v.dtype))), dk, dv, dk_own, dv_own
+  h, (o, lse) = kept.h, kept.attention
+  last = lambda p, h, o, gate: layers.attention_out(model, whole(p), h, o, gate)
+  (q, k, v, gate), pull_in = jax.vjp(first, trained, h)
+  _, pull_out = jax.vjp(last, trained, h, o, gate)
+  dp_out, dh_out, do, dgate = pull_out(dh)
+  dtype = lse.dtype
+  delta = (o.astype(dtype) * do.astype(dtype)).sum(-1)
+  lse, delta = jnp.split(_fold_rows(model, jnp.concatenate([lse, delta])), 2, 1)  # one gather of both
+  sums = (_fetch_layer(dk, layer), _fetch_layer(dv, layer)) if replay.offload else (dk, dv)
+  _, backward = kernels.pair(replay.attention)
+  dq, (sums, own) = backward(
+      _fold_rows(model, q), *_attention_problem(model, replay, view, k_own, v_own, layer, kind, kernels.CHUNK_BACK),
+      lse, _fold_rows(model, do.astype(q.dtype)), delta, (sums, (dk_own[None], dv_own[None])))
+  dq = _unfold(model, mesh.scatter_sum(dq.reshape(*_row_shape(model, segment), -1), 2))
+  dp_in, dh_in = pull_in((dq.astype(q.dtype), spent(own[0][0], k.dtype), spent(own[1][0], v.dtype), dgate))
+  dk, dv = (_put_layer(dk, sums[0], layer), _put_layer(dv, sums[1], layer)) if replay.offload else sums
+  dp = jax.tree.map(jnp.add, dp_in, dp_out)
+  return dp, dh_in + dh_out, dk, dv, own[0][0], own[1][0]
+
+
+def _delta_back(model, segment: Segment, trained, whole, kept: Kept, before, dh, dafter):
+  """A DeltaNet layer pulled back: cotangents of `trained`, its input and the state before; dh None: of the state after alone."""
+  f = lambda p, h, d, c: layers.delta_layer(model, whole(p), h, d, c, segment.length)[dh is None:]
+  out, pull = jax.vjp(f, trained, kept.h, *before)
+  dp, dh, ddelta, dconv = pull(jax.tree.map(lambda c, o: c.astype(o.dtype), (dh, *dafter)[dh is None:], out))
+  return dp, dh, ddelta, dconv
+
+
 def retract(model: ModelConfig, replay: ReplayConfig, params: Params, split: Params, cache: Slots,
             node: State, before: Recurrent, segment: Segment, kept, dh, dk, dv,
             dnode: StateCotangent, grads: Params):
@@ -221,40 +266,6 @@ def retract(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
   """
   view = _view(model, cache, node.replace(slots=node.slots.replace(
       used=node.slots.used - segment.tokens.size)), segment)
-  tables = rope.tables_of(model, view.position, attention.at_least_f32(params.embed.dtype))
-  _, backward = kernels.pair(replay.attention)
-
-  def attend_back(trained, whole, kept, k_own, v_own, dk_own, dv_own, dh, dk, dv, layer, kind):
-    first = lambda p, h: layers.attention_in(model, whole(p), h, tables)
-    spent = lambda x, dtype: jnp.moveaxis(
-        lax.dynamic_slice_in_dim(x, view.at, segment.tokens.size, 1).reshape(
-            model.kv_heads, *segment.tokens.shape, -1), 0, 2).astype(dtype)
-    if dh is None:
-      (k, v), pull_in = jax.vjp(lambda p, h: first(p, h)[1:3], trained, kept.h)
-      return *pull_in((spent(dk_own, k.dtype), spent(dv_own, v.dtype))), dk, dv, dk_own, dv_own
-    h, (o, lse) = kept.h, kept.attention
-    last = lambda p, h, o, gate: layers.attention_out(model, whole(p), h, o, gate)
-    (q, k, v, gate), pull_in = jax.vjp(first, trained, h)
-    _, pull_out = jax.vjp(last, trained, h, o, gate)
-    dp_out, dh_out, do, dgate = pull_out(dh)
-    dtype = lse.dtype
-    delta = (o.astype(dtype) * do.astype(dtype)).sum(-1)
-    lse, delta = jnp.split(_fold_rows(model, jnp.concatenate([lse, delta])), 2, 1)  # one gather of both
-    sums = (_fetch_layer(dk, layer), _fetch_layer(dv, layer)) if replay.offload else (dk, dv)
-    dq, (sums, own) = backward(
-        _fold_rows(model, q), *_attention_problem(model, replay, view, k_own, v_own, layer, kind, kernels.CHUNK_BACK),
-        lse, _fold_rows(model, do.astype(q.dtype)), delta, (sums, (dk_own[None], dv_own[None])))
-    dq = _unfold(model, mesh.scatter_sum(dq.reshape(*_row_shape(model, segment), -1), 2))
-    dp_in, dh_in = pull_in((dq.astype(q.dtype), spent(own[0][0], k.dtype), spent(own[1][0], v.dtype), dgate))
-    dk, dv = (_put_layer(dk, sums[0], layer), _put_layer(dv, sums[1], layer)) if replay.offload else sums
-    dp = jax.tree.map(jnp.add, dp_in, dp_out)
-    return dp, dh_in + dh_out, dk, dv, own[0][0], own[1][0]
-
-  def delta_back(trained, whole, kept, before, dh, dafter):
-    f = lambda p, h, d, c: layers.delta_layer(model, whole(p), h, d, c, segment.length)[dh is None:]
-    out, pull = jax.vjp(f, trained, kept.h, *before)
-    dp, dh, ddelta, dconv = pull(jax.tree.map(lambda c, o: c.astype(o.dtype), (dh, *dafter)[dh is None:], out))
-    return dp, dh, ddelta, dconv
 
   def repeat(carry, xs):
     dh, dk, dv, grads = carry
@@ -268,13 +279,13 @@ def retract(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
       whole = lambda p, block=block, is_split=split.blocks[i]: mesh.gather_tree(lora.join(p, block), is_split)
       if kind == 'deltanet':
         m -= 1
-        dp, dh, d, c = delta_back(trained, whole, place, (delta[m], conv[m]), dh, (ddelta[m], dconv[m]))
+        dp, dh, d, c = _delta_back(model, segment, trained, whole, place, (delta[m], conv[m]), dh, (ddelta[m], dconv[m]))
         ddelta, dconv = ddelta.at[m].set(d.astype(ddelta.dtype)), dconv.at[m].set(c.astype(dconv.dtype))
       else:
         a -= 1
         layer = r * model.attention_per_repeat + a
-        dp, dh, dk, dv, dk1, dv1 = attend_back(trained, whole, place, k[a], v[a], dk_own[a], dv_own[a],
-                                               dh, dk, dv, layer, kind)
+        dp, dh, dk, dv, dk1, dv1 = _attend_back(model, replay, view, trained, whole, place, k[a], v[a], dk_own[a], dv_own[a],
+                                                dh, dk, dv, layer, kind)
         dk_own, dv_own = dk_own.at[a].set(dk1), dv_own.at[a].set(dv1)
       grads[i] = _add_at(grads[i], dp, r)
     return (dh, dk, dv, tuple(grads)), (dk_own, dv_own, ddelta, dconv)
