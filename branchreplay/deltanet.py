@@ -125,7 +125,11 @@ def causal_conv(x, tail, weight, length):
   """
   width, steps, dtype = weight.shape[1], x.shape[1], at_least_f32(x.dtype)
   inputs = jnp.concatenate([tail.astype(x.dtype), x], 1)
-  wide, taps = inputs.astype(dtype), weight.astype(dtype)
-  y = sum(wide[:, j:j + steps] * taps[:, j] for j in range(width))
+
+  @jax.checkpoint  # nothing in float32 waits for the way back
+  def convolve(inputs, taps):
+    inputs, taps = inputs.astype(dtype), taps.astype(dtype)
+    return jax.nn.silu(sum(inputs[:, j:j + steps] * taps[:, j] for j in range(width)))
+
   at = length[:, None] + jnp.arange(width - 1)
-  return jax.nn.silu(y), jnp.take_along_axis(inputs, at[..., None], 1)
+  return convolve(inputs, weight), jnp.take_along_axis(inputs, at[..., None], 1)
