@@ -35,6 +35,7 @@ class Precision:
   branches: int = 4  # responses of the prompt
   branch_len: int = 64  # tokens of a response
   segment_len: int = 256  # positions of a prefix segment
+  heads: int = 0  # query and kv heads of attention instead of the preset's: fewer make a long run short
   devices: int = 2  # devices of the seq axis
   variants: tuple[str, ...] = ('bfloat16', 'cotangent', 'history', 'bfloat16_cotangent')  # these, or full_sequence
   seeds: tuple[str, ...] = ('0',)  # of parameters and tokens
@@ -53,6 +54,9 @@ def main(flags):
   if flags.dtype != 'float32':
     raise UserError('precision compares dtypes itself; leave --dtype out.')
   shape = config.preset(settings.model)
+  if settings.heads:
+    shape = dataclasses.replace(shape, heads=settings.heads, kv_heads=settings.heads)
+  config.check_model(shape)
   replay = ReplayConfig(segment_len=settings.segment_len, branch_segment_len=settings.branch_len, prefix_capacity=max(lengths),
                         branch_capacity=settings.branch_len, replay_batch=settings.branches)
   config.check_replay(replay, settings.devices, settings.branches)
