@@ -1,7 +1,6 @@
 """The gated delta rule in chunked form, with an initial state.
 
-Letters: T positions, H value heads, J key heads (value head i reads key head i*J//H), k key dim, v value dim,
-C positions of a chunk.
+Letters: T positions, H heads, k key dim, v value dim, C positions of a chunk.
 Per head and position: S <- exp(g) S + k (b (v - k^T exp(g) S))^T, o = S^T q
 (Yang et al. 2024, arXiv:2412.06464; the chunked form solves one unit-triangular
 system per chunk instead of C sequential steps).
@@ -72,7 +71,7 @@ def delta_rule(q, k, v, g, b, state, chunk: int):
   """Runs the recurrence over a segment.
 
   Args:
-    q, k: [T, J, k], normalised here. v: [T, H, v].
+    q, k: [T, H, k], normalised here. v: [T, H, v].
     g, b: [T, H], log decay (<= 0) and write strength; both 0 leaves the state alone.
     state: [H, k, v] before the segment.
     chunk: positions solved at once; the largest divisor of T up to it is used.
@@ -88,17 +87,16 @@ def delta_rule(q, k, v, g, b, state, chunk: int):
     return x.reshape(length // size, size, *x.shape[1:]).swapaxes(1, 2)
 
   q, k, v, g, b = (chunks(x) for x in (q, k, v, g, b))
-  shared = lambda x: x if x.shape[1] == v.shape[1] else jnp.repeat(x, v.shape[1] // x.shape[1], 1)  # of J heads, to H
+  kb, vb = k * b[..., None], v * b[..., None]
   total = jnp.cumsum(g, -1)  # log decay since the chunk's start
   causal = jnp.tril(jnp.ones((size, size), bool))
   # A double where: the exponential above the diagonal would overflow, and its
   # derivative would be inf * 0.
   between = jnp.where(causal, total[..., :, None] - total[..., None, :], 0)
   decay = jnp.where(causal, jnp.exp(between), 0)
-  system = shared(jnp.einsum('njik,njlk->njil', k, k)) * decay * b[..., None]
-  scores = shared(jnp.einsum('njik,njlk->njil', q, k)) * decay
-  q, k = shared(q), shared(k)
-  right = jnp.concatenate([v * b[..., None], k * (b * jnp.exp(total))[..., None]], -1)
+  system = jnp.einsum('nhik,nhjk->nhij', kb, k) * decay
+  scores = jnp.einsum('nhik,nhjk->nhij', q, k) * decay
+  right = jnp.concatenate([vb, kb * jnp.exp(total)[..., None]], -1)
   solved = invert_unit_lower(system) @ right
   u, w = solved[..., :v.shape[-1]], solved[..., v.shape[-1]:]
   q_in = q * jnp.exp(total)[..., None]

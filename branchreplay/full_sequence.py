@@ -63,7 +63,9 @@ def _delta_layer(model, block, h):
   tail = jnp.zeros((1, m.conv_width - 1, flat.shape[-1]), h.dtype)
   mixed = causal_conv(flat[None], tail, p.conv, jnp.array([length]))[0][0]
   keys = m.delta_key_heads * m.delta_key_dim
-  q, k = (x.reshape(length, m.delta_key_heads, -1) for x in (mixed[:, :keys], mixed[:, keys:2 * keys]))
+  group = m.delta_value_heads // m.delta_key_heads
+  q, k = (jnp.repeat(x.reshape(length, m.delta_key_heads, -1), group, 1)
+          for x in (mixed[:, :keys], mixed[:, keys:2 * keys]))
   g, b = layers.delta_gates(beta, decay, p.a_log, p.dt_bias, True)
   state = jnp.zeros((m.delta_value_heads, m.delta_key_dim, m.delta_value_dim), g.dtype)
   o, _ = delta_rule(q, k, mixed[:, 2 * keys:].reshape(v.shape), g, b, state, m.chunk)

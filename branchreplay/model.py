@@ -266,8 +266,9 @@ def delta_layer(model: ModelConfig, block: Block, h, delta, conv, length):
 
   q, k, v = (heads(x, dim) for x, dim in zip(
       jnp.split(mixed, channels[:2], -1), (m.delta_key_dim, m.delta_key_dim, m.delta_value_dim)))
+  group = v.shape[2] // q.shape[2]
   fold = lambda x: x.reshape(steps, -1, *x.shape[3:])  # branches become heads
-  q, k, v = fold(q), fold(k), fold(v)
+  q, k, v = fold(jnp.repeat(q, group, 2)), fold(jnp.repeat(k, group, 2)), fold(v)
   g, b = fold(g.swapaxes(0, 1)), fold(b.swapaxes(0, 1))
   o, after = delta_rule(q, k, v, g, b, delta.reshape(-1, *delta.shape[2:]), m.chunk)
 

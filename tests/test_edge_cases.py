@@ -179,11 +179,10 @@ def recurrence(q, k, v, g, b, state):
 def test_chunked_delta_rule_equals_the_recurrence(decay, chunk, length):
   rng = np.random.default_rng(0)
   common = rng.normal(size=(1, 2, 8))  # correlated keys
-  q, k = rng.normal(size=(length, 2, 8)), rng.normal(size=(length, 2, 8)) + common
-  v, g, b = rng.normal(size=(length, 4, 8)), np.full((length, 4), decay), rng.uniform(size=(length, 4))  # two to a key head
-  start = rng.normal(size=(4, 8, 8))
+  q, k, v = (rng.normal(size=(length, 2, 8)) + (common if i == 1 else 0) for i in range(3))
+  g, b, start = np.full((length, 2), decay), rng.uniform(size=(length, 2)), rng.normal(size=(2, 8, 8))
   o, end = deltanet.delta_rule(*map(jnp.asarray, (q, k, v, g, b, start)), chunk)
-  want_o, want_end = recurrence(q.repeat(2, 1), k.repeat(2, 1), v, g, b, start)
+  want_o, want_end = recurrence(q, k, v, g, b, start)
   np.testing.assert_allclose(o, want_o, atol=1e-11)
   np.testing.assert_allclose(end, want_end, atol=1e-11)
   slope = jax.grad(lambda g: deltanet.delta_rule(*map(jnp.asarray, (q, k, v)), g, jnp.asarray(b), jnp.asarray(start),
