@@ -1,16 +1,18 @@
 """What bfloat16 costs the gradient: parameters and state, sums of dK/dV, kept recurrent states, a row each.
 
-    bash launch.sh precision --prefix_len=8192 --seeds=0,1,2,3 --variants=bfloat16,full_sequence
-    bash launch.sh precision --model=tiny-dense --prefix_len=32768,131072 --variants=cotangent
+    bash launch.sh precision --prefix_len=8192 --seeds=0,1,2,3 --variants=bfloat16,full_sequence --every_rounding
+    bash launch.sh precision --model=tiny-mixed --prefix_len=32768,131072 --variants=cotangent
 
 Each variant's gradient is measured against the float32 one of the same parameters (rounded to bfloat16 first), so that
 what is left is the arithmetic: relative L2 and cosine. Variants: `bfloat16`, parameters and state, with sums and
 recurrent states in float32, as a run of --dtype=bfloat16; `full_sequence`, plain autodiff on full sequences in bfloat16;
 `cotangent` and `history`, float32 but for --cotangent_dtype or --history_dtype=bfloat16; `bfloat16_cotangent`, both.
-Random weights and tokens. Sums of dK/dV over segments need attention below the last layer, as tiny-dense has: to the last
-layer's keys the branches alone send cotangents, in tiny-hybrid one for each replay. Full sequences' memory and time
-grow with the whole. Expected: bfloat16 3 to 4% by the seed at 8,192, as full sequences in bfloat16 are; dK/dV in
-bfloat16 0.6% at 32,768 and segments of 256 (8 minutes for that one; 131,072 takes sixteen times as long).
+Random weights and tokens. Without --every_rounding XLA leaves out roundings to bfloat16 where it fuses operations, most in full
+sequences, whose layers are not cut up by collectives. Sums of dK/dV over segments need attention below the last layer, as
+tiny-dense and tiny-mixed have: to the last layer's keys the branches alone send cotangents, in tiny-hybrid one for each
+replay. Full sequences' memory and time grow with the whole. Expected: bfloat16 2 to 3% by the seed at 8,192, full sequences
+the same with every rounding, 1.8 to 2.1% without; dK/dV in bfloat16 0.6% for tiny-dense at 32,768 and segments of 256
+(8 minutes; 131,072 takes sixteen times as long), 0.01% for tiny-mixed at either length.
 """
 import dataclasses
 import itertools

@@ -45,7 +45,7 @@ PARTS = {  # part: (minutes, the command after `bash launch.sh`)
     'drift': (4, ['drift']),
     'work': (1, ['work']),
     'block_diffusion': (6, ['block_diffusion']),
-    'precision': (12, ['precision', '--prefix_len=8192', '--seeds=0,1,2,3', '--variants=bfloat16,full_sequence']),
+    'precision': (12, ['precision', '--prefix_len=8192', '--seeds=0,1,2,3', '--variants=bfloat16,full_sequence', '--every_rounding']),
     **{f'receipts_{g}': (20, ['receipts', f'--branches={g}']) for g in (2, 8)},
     'fuzz': (10, ['fuzz', '--seconds=600']),
     'kill_and_resume': (10, ['kill_and_resume']),
