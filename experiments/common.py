@@ -84,8 +84,8 @@ def run(define, main, argv: list[str] | None = None, several: bool = False) -> N
 
   Adds --dtype and --virtual_devices, whose defaults `define` may change with `flags.set_default`,
   and the launcher's flags; only a script that says `several` runs as several processes. A user's
-  mistake ends the process with status 2 and one sentence on stderr, an interrupt with 130, a script
-  that SIGTERM stopped with 0; any other exception is ours and passes.
+  mistake ends the process with status 2 and one sentence on stderr, an interrupt with 130, a closed pipe
+  with 141 as it would a shell's command, a script that SIGTERM stopped with 0; any other exception is ours and passes.
   """
   argv = sys.argv if argv is None else argv
   flags = absl_flags.FlagValues()
@@ -99,7 +99,7 @@ def run(define, main, argv: list[str] | None = None, several: bool = False) -> N
   try:
     extra = flags(argv)[1:]
     if flags.help:
-      print(inspect.getmodule(main).__doc__ or '', flags.get_help(include_special_flags=False), sep='\n')
+      print(inspect.getmodule(main).__doc__ or '', flags.get_help(include_special_flags=False), sep='\n', flush=True)
       return
     if extra:
       raise UserError(f'unexpected argument {extra[0]!r}; flags are written --name=value.')
@@ -125,6 +125,9 @@ def run(define, main, argv: list[str] | None = None, several: bool = False) -> N
     _leave(0, str(stopped))
   except KeyboardInterrupt:
     _leave(130, 'interrupted by the user.')
+  except BrokenPipeError:  # who read the output, as `| head` does, has gone
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's own last flush is silent
+    raise SystemExit(141) from None
 
 
 def _leave(status: int, sentence: str) -> typing.NoReturn:

@@ -1,13 +1,14 @@
 """One exact gradient of a prompt as long as memory holds: seconds of each phase, and the process's peak memory.
 
     bash launch.sh receipts --model=tiny-window --prefix_len=2097152 --branches=2
-    bash launch.sh receipts --model=tiny-mixed --prefix_len=2097152 --mode=detached --save=runs/receipt
+    bash launch.sh receipts --model=tiny-mixed --prefix_len=2097152 --mode=detached --save=runs/detached
+    bash launch.sh receipts --model=tiny-mixed --prefix_len=1048576 --save=runs/exact
 
 The prompt goes by `at_once` segments a call (stream.py), with progress on the way. With --save=FOLDER
 what a call hands to the next is saved there every --save_every seconds, and the same command goes on
 from there after a kill, its seconds included; the peak memory is the last process's. Compilation is excluded and stated.
-Expected: 20 minutes for the first, of recurrent and sliding-window layers; hours for the second, whose full attention
-looks at 2.2e12 pairs of positions. (Where attention is the last layer, as in tiny-hybrid, a capture needs only its
+Expected, on 2 idle cores: 20 minutes for the first, of recurrent and sliding-window layers; an hour for the second, whose full
+attention looks at 2.2e12 pairs of positions, and less for the third, which looks at a quarter of them and pulls back. (Where attention is the last layer, as in tiny-hybrid, a capture needs only its
 keys and values, and the same takes a minute.)
 """
 import dataclasses

@@ -48,6 +48,8 @@ PARTS = {  # part: (minutes, the command after `bash launch.sh`)
     'block_diffusion': (6, ['block_diffusion']),
     'precision': (12, ['precision', '--prefix_len=8192', '--seeds=0,1,2,3', '--variants=bfloat16,full_sequence', '--every_rounding']),
     **{f'receipts_{g}': (20, ['receipts', f'--branches={g}']) for g in (2, 8)},
+    'receipts_detached': (60, ['receipts', '--model=tiny-mixed', '--mode=detached']),
+    'receipts_exact': (40, ['receipts', '--model=tiny-mixed', '--prefix_len=1048576']),
     'fuzz': (10, ['fuzz', '--seconds=600']),
     'kill_and_resume': (10, ['kill_and_resume']),
     'soak': (20, ['soak']),

@@ -118,6 +118,12 @@ def test_our_own_errors_keep_their_traceback(capsys, kind):
     run(capsys, main=main)
 
 
+def test_a_closed_pipe_ends_quietly():
+  command = f'{sys.executable} -m experiments.reproduce --help | true; exit ${{PIPESTATUS[0]}}'
+  done = subprocess.run(['bash', '-c', command], cwd=common.ROOT, capture_output=True, text=True)
+  assert (done.returncode, done.stderr) == (141, '')
+
+
 def test_help(capsys):
   status, out, err = run(capsys, '--help', main=run)
   assert (status, err) == (0, '')
