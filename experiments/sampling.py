@@ -11,11 +11,13 @@ from experiments.training import Run
 
 
 def stack_prompts(replay: ReplayConfig, prompts) -> sample.Prompts:
+  """N prompts (each a list of tokens) as one `Prompts`, padded to the capacity; UserError for one that is longer."""
   prefixes, lengths = zip(*(batch.make_prefix(replay, p) for p in prompts))
   return sample.Prompts(np.stack(prefixes), np.stack(lengths), np.array([p[-1] for p in prompts], np.int32))
 
 
 def sampling_of(run: Run) -> sample.Sampling:
+  """How a run draws its tokens."""
   return sample.Sampling(np.float32(run.train.temperature), np.float32(run.train.top_p),
                          np.int32(run.source.stop_token))
 

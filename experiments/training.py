@@ -205,7 +205,7 @@ def training_optimizer(run: Run):
 
 def restore(run: Run, manager, learner: Learner) -> tuple[int | None, Learner]:
   """(step, learner) of the last checkpoint, laid out as `learner` is; (None, learner) without one."""
-  state = learner._asdict() | {'params': adapters.held(run.model, learner.params)[0]}
+  state = learner._asdict() | {'params': lora.trainable(run.model, learner.params)}
   target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
   found = checkpoint.restore_latest(manager, target, common.log)
   if found is None:
@@ -222,8 +222,8 @@ def save(run: Run, manager, step: int, learner: Learner) -> bool:
   UserError instead where one of several processes is refused: the others cannot know.
   """
   try:
-    params, meta = adapters.held(run.model, learner.params)
-    checkpoint.save(manager, step, learner._asdict() | {'params': params}, meta)
+    state = learner._asdict() | {'params': lora.trainable(run.model, learner.params)}
+    checkpoint.save(manager, step, state, adapters.mark(run.model, learner.params))
     return True
   except checkpoint.NotSaved as error:
     if jax.process_count() > 1:

@@ -6,7 +6,7 @@ import pytest
 
 from branchreplay import config
 from branchreplay.config import TrainConfig
-from experiments import common, gradient_parity, memory, roofline, soak, train_tree, tree_speed, work
+from experiments import common, gradient_parity, memory, precision, roofline, soak, train_tree, tree_speed, work
 
 
 def rows_of(module, capsys, *flags):
@@ -45,6 +45,13 @@ def test_roofline(capsys):
                for phase in ('capture', 'replay', 'pull'))
     assert row['seconds'] == pytest.approx(sum(row[f'{phase}_s'] for phase in ('capture', 'replay', 'pull')))
   assert short['compile_s'] == long['compile_s'] and (short['prefix_len'], long['prefix_len'], long['capacity']) == (40, 80, 80)
+
+
+@pytest.mark.slow
+def test_precision_measures_each_variant(capsys):
+  rows = rows_of(precision, capsys, '--prefix_len=300', '--variants=bfloat16,history', '--every_rounding')
+  assert [(r['variant'], r['every_rounding'], r['segments']) for r in rows] == [('bfloat16', True, 2), ('history', True, 2)]
+  assert 1e-3 < rows[0]['rel_l2'] < 5e-2 and 1e-8 < rows[1]['rel_l2'] < 1e-3
 
 
 def test_phase_flops_make_up_an_update():
