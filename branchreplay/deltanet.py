@@ -132,4 +132,4 @@ def causal_conv(x, tail, weight, length):
     return jax.nn.silu(sum(inputs[:, j:j + steps] * taps[:, j] for j in range(width)))
 
   at = length[:, None] + jnp.arange(width - 1)
-  return convolve(inputs, weight), jnp.take_along_axis(inputs, at[..., None], 1)
+  return convolve(inputs, weight), jnp.take_along_axis(inputs, at[..., None], 1).astype(tail.dtype)

@@ -138,7 +138,7 @@ def replay_branches(model, replay, params: Params, split: Params, group, capture
 
     def forward(j, carry):  # all segments but the last, which is replayed at once
       node, history = carry
-      node, _, _ = extend(model, replay, params, split, cache, node, cut(j))
+      node, _, _ = extend(model, replay, params, split, cache, node, cut(j), outputs=False)
       put = lambda h, x: lax.dynamic_update_index_in_dim(h, x, j + 1, 0)
       return node, jax.tree.map(put, history, node.recurrent)
 

@@ -63,8 +63,8 @@ def pair(name: str):
 
 
 def key_range(rows: Rows, k, v, position, layer, chunk: int, into=None) -> KeyRange:
-  """`attention.key_range` of one branch's keys in chunks of at most `chunk`; padding rows do not narrow what is `whole`."""
-  rows = rows.replace(sight=jnp.where(rows.sight < 0, FAR - 1, rows.sight))
+  """`attention.key_range` of one branch's keys in chunks of at most `chunk`; padding rows among others do not narrow what is `whole`."""
+  rows = rows.replace(sight=jnp.where((rows.sight < 0) & (rows.sight.max() >= 0), FAR - 1, rows.sight))
   return attention.key_range(rows, k, v, position, None, layer, largest_divisor(position.size, chunk), into)
 
 

@@ -28,11 +28,26 @@ def _is_adapted(x) -> bool:
   return isinstance(x, Adapted)
 
 
-def linear(x, weight):
-  """x [..., D] times a matrix or an adapted one."""
+@jax.custom_vjp
+def _wide_product(x, weight):
+  """x @ weight as it is summed, float32 at least; its cotangent is rounded to x's dtype, so that both ways multiply in that."""
+  return jnp.matmul(x, weight, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _wide_backward(saved, d):
+  x, weight = saved
+  return jax.vjp(jnp.matmul, x, weight)[1](d.astype(x.dtype))
+
+
+_wide_product.defvjp(lambda x, weight: (_wide_product(x, weight), (x, weight)), _wide_backward)
+
+
+def linear(x, weight, wide: bool = False):
+  """x [..., D] times a matrix or an adapted one; wide: float32 at least, not rounded to x's dtype."""
+  product = _wide_product if wide else jnp.matmul
   if _is_adapted(weight):
-    return x @ weight.weight + x @ weight.a @ weight.b * weight.scale
-  return x @ weight
+    return product(x, weight.weight) + product(x @ weight.a, weight.b) * weight.scale
+  return product(x, weight)
 
 
 def attach(model: ModelConfig, params, key):

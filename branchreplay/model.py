@@ -174,15 +174,15 @@ def attention_out(model: ModelConfig, block: Block, h, o, gate):
   return mlp(model, block, h + linear(o.astype(h.dtype), block.mixer.out))
 
 
-def delta_in(model: ModelConfig, block: Block, h):
-  """q, k [..., key_heads, k], v [..., value_heads, v], beta, decay [..., value_heads], z like v."""
+def delta_in(model: ModelConfig, block: Block, h, wide: bool = False):
+  """q, k [..., key_heads, k], v [..., value_heads, v], beta, decay [..., value_heads], z like v; wide: all but z float32 at least."""
   p, x = block.mixer, _norm(model, h, block.norm)
   keys = model.delta_key_heads * model.delta_key_dim
-  qkv = linear(x, p.qkv)
+  qkv = linear(x, p.qkv, wide)
   key_heads = lambda y: y.reshape(*y.shape[:-1], model.delta_key_heads, model.delta_key_dim)
   value_heads = lambda y: y.reshape(*y.shape[:-1], model.delta_value_heads, model.delta_value_dim)
   return (key_heads(qkv[..., :keys]), key_heads(qkv[..., keys:2 * keys]), value_heads(qkv[..., 2 * keys:]),
-          linear(x, p.beta), linear(x, p.decay), _heads(x, p.z, model.delta_value_dim))
+          linear(x, p.beta, wide), linear(x, p.decay, wide), _heads(x, p.z, model.delta_value_dim))
 
 
 def delta_gates(beta, decay, a_log, dt_bias, valid):
@@ -195,8 +195,8 @@ def delta_gates(beta, decay, a_log, dt_bias, valid):
 
 def delta_out(model: ModelConfig, block: Block, h, o, z):
   """Gated RMSNorm, projection, residual and MLP; o, z [..., value_heads, v]."""
-  o = rms_norm(o.astype(h.dtype), block.mixer.norm, 0.0, model.norm_eps) * jax.nn.silu(z)
-  return mlp(model, block, h + linear(o.reshape(*h.shape[:-1], -1), block.mixer.out))
+  o = rms_norm(o, block.mixer.norm, 0.0, model.norm_eps) * jax.nn.silu(z)
+  return mlp(model, block, h + linear(o.astype(h.dtype).reshape(*h.shape[:-1], -1), block.mixer.out))
 
 
 # ---------------------------------------------------------------- gated DeltaNet, head-sharded
@@ -224,13 +224,14 @@ def _own_heads(x, index):
   return jnp.take(x, jnp.asarray(index)[mesh.seq_index()], axis=0)
 
 
-def delta_layer(model: ModelConfig, block: Block, h, delta, conv, length):
+def delta_layer(model: ModelConfig, block: Block, h, delta, conv, length, wide: bool = False):
   """A gated DeltaNet layer over a segment of which this device has t positions.
 
   Args:
     h: [B, t, D]. length: i32 [B], valid positions of the segment.
     delta: [B, heads, k, v] and conv: [B, W-1, channels], the state before the
       segment of the heads that this device runs.
+    wide: what devices exchange is float32 at least, not rounded to h's dtype.
 
   Returns h, and delta and conv after the segment. Two all-to-alls: positions to
   heads and back.
@@ -238,7 +239,7 @@ def delta_layer(model: ModelConfig, block: Block, h, delta, conv, length):
   m, seq = model, mesh.seq_size()
   batch, t, _ = h.shape
   key, value = delta_heads(m, seq)
-  q, k, v, beta, decay, z = delta_in(m, block, h)
+  q, k, v, beta, decay, z = delta_in(m, block, h, wide)
 
   def by_device(x, index):  # [B, t, heads, ...] -> [B, t, seq, channels]
     if not np.array_equal(index.reshape(-1), np.arange(x.shape[2])):
@@ -272,7 +273,7 @@ def delta_layer(model: ModelConfig, block: Block, h, delta, conv, length):
   g, b = fold(g.swapaxes(0, 1)), fold(b.swapaxes(0, 1))
   o, after = delta_rule(q, k, v, g, b, delta.reshape(-1, *delta.shape[2:]), m.chunk)
 
-  o = o.astype(h.dtype).reshape(steps, batch, 1, -1).swapaxes(0, 1)  # [B, T, 1, n*v]
+  o = (o if wide else o.astype(h.dtype)).reshape(steps, batch, 1, -1).swapaxes(0, 1)  # [B, T, 1, n*v]
   o = mesh.exchange(o, 1, 2).reshape(batch, t, -1, m.delta_value_dim)
   o = o[:, :, :m.delta_value_heads]
   return delta_out(m, block, h, o, z), after.reshape(delta.shape), conv

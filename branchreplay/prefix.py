@@ -55,7 +55,7 @@ def segment_count(prefix, length):
 def _segment(prefix, length, i) -> Segment:
   size = prefix.shape[1] * mesh.seq_size()
   tokens = lax.dynamic_index_in_dim(prefix, i, 0, True)
-  return Segment(tokens, jnp.clip(length - i * size, 0, size)[None], jnp.int32(i * size))
+  return Segment(tokens, jnp.clip(length - i * size, 0, size)[None], jnp.int32(i * size), wide=False)
 
 
 def _node(model, count, recurrent, dtype) -> State:
@@ -65,7 +65,7 @@ def _node(model, count, recurrent, dtype) -> State:
 def _run_segment(model, replay, params, split, prefix, length, i, slots, recurrent):
   """Segment i forward: the node after it, and what the configuration keeps of it (None for nothing)."""
   segment, node = _segment(prefix, length, i), _node(model, prefix.shape[1], recurrent, params.embed.dtype)
-  node, _, kept = extend(model, replay, params, split, slots, node, segment, keep=replay.kept != 'state')
+  node, _, kept = extend(model, replay, params, split, slots, node, segment, keep=replay.kept != 'state', outputs=False)
   if replay.kept == 'attention':
     kept = [place.attention for place in kept]
   return node, kept
@@ -119,7 +119,8 @@ def advance(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
   def step(i, state):
     node = _node(model, tokens.shape[1], state.recurrent, state.slots.k.dtype)
     segment = _segment(tokens, length, i)
-    node, _, _ = extend(model, replay, params, split, state.slots, node, segment.replace(start=start + segment.start))
+    node, _, _ = extend(model, replay, params, split, state.slots, node, segment.replace(start=start + segment.start),
+                        outputs=False)
     return State(states.append(state.slots, node.slots), node.recurrent)
 
   return lax.fori_loop(jnp.int32(0), segment_count(tokens, length), step, state)
@@ -134,8 +135,6 @@ def pull_segments(model: ModelConfig, replay: ReplayConfig, params: Params, spli
   """
   dtype, count = params.embed.dtype, prefix.shape[1]
   n = segment_count(prefix, length)
-  # No loss on the prefix. (Where layers are one loop, the last one's share is not worth a second copy of its body.)
-  dh = None if model.repeats == 1 else jnp.zeros((1, count, model.width), dtype)
 
   def step(j, carry):
     dk, dv, drecurrent, grads = carry
@@ -150,9 +149,10 @@ def pull_segments(model: ModelConfig, replay: ReplayConfig, params: Params, spli
     if replay.kept == 'layers':
       node = State(Slots(own(slots.k), own(slots.v), own(slots.position, 0), own(slots.branch, 0), jnp.int32(count)), before)
     else:
-      node, _, kept = extend(model, replay, params, split, earlier, _node(model, count, before, dtype), segment, True, kept)
+      node, _, kept = extend(model, replay, params, split, earlier, _node(model, count, before, dtype), segment, True, kept,
+                              outputs=False)
     dk, dv, dnode, grads = retract(
-        model, replay, params, split, earlier, node, before, segment, kept, dh, dk, dv,
+        model, replay, params, split, earlier, node, before, segment, kept, None, dk, dv,
         StateCotangent(*(mesh.to_device((own(dk), own(dv))) if replay.offload else (own(dk), own(dv))), drecurrent), grads)
     return dk, dv, dnode.recurrent, grads
 

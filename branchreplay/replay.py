@@ -37,6 +37,7 @@ class Segment:
   length: Any  # i32 [B], valid positions of the whole segment; padding stands behind
   start: Any  # i32 [], position of the first
   block: int = struct.field(pytree_node=False, default=1)  # positions that see each other in attention; 1: causal
+  wide: bool = struct.field(pytree_node=False, default=True)  # DeltaNet layers exchange float32: half of bfloat16's error, of few tokens
 
 
 @struct.dataclass
@@ -136,45 +137,70 @@ def _join(x):
   return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
-def _attend(model, replay, view: View, block, h, k_own, v_own, layer, kind, known):
-  """An attention layer of `kind`: h after it, the node's keys and values with the segment's put in, and (o, lse)."""
+def _unless(spare, work):
+  """work(), or zeros where the traced bool `spare` says that nobody reads it; None: somebody does."""
+  if spare is None:
+    return work()
+  return lax.cond(spare, lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(work)), work)
+
+
+def _attend(model, replay, view: View, block, h, k_own, v_own, layer, kind, known, spare):
+  """An attention layer of `kind`: h after it, the node's keys and values with the segment's put in, and (o, lse).
+
+  spare: see `_unless`; of all but keys and values.
+  """
   q, k, v, gate = layers.attention_in(model, block, h, view.tables)
   put = lambda x, y: lax.dynamic_update_slice_in_dim(x, _head_major(y, x.dtype), view.at, 1)
   k_own, v_own = put(k_own, k), put(v_own, v)
-  if known is None:
+
+  def attend():
+    if known is not None:
+      return known
     problem = _attention_problem(model, replay, view, k_own, v_own, layer, kind, kernels.CHUNK)
     forward, _ = kernels.pair(replay.attention)
     o, lse = attention.merge(*forward(_fold_rows(model, q), *problem), _row_shape(model, view.segment))
-    o, lse = _unfold(model, o).astype(h.dtype), _unfold(model, lse)
-  else:
-    o, lse = known
-  return layers.attention_out(model, block, h, o, gate), k_own, v_own, (o, lse)
+    return _unfold(model, o).astype(h.dtype), _unfold(model, lse)
+
+  def rest():
+    o, lse = attend()
+    return layers.attention_out(model, block, h, o, gate), (o, lse)
+
+  h, found = _unless(spare, rest)
+  return h, k_own, v_own, found
+
+
+def _spare(model: ModelConfig, outputs: bool, place: int, r):
+  """Whether nobody reads what the layer at `place` of repeat r makes but keys and values: that of the last one, without `outputs`."""
+  last = place == len(model.pattern) - 1 and model.pattern[place] != 'deltanet'
+  return r == model.repeats - 1 if last and not outputs else None
 
 
 def extend(model: ModelConfig, replay: ReplayConfig, params: Params, split: Params, cache: Slots,
-           node: State, segment: Segment, keep: bool = False, attended=None):
+           node: State, segment: Segment, keep: bool = False, attended=None, outputs: bool = True):
   """Runs `segment` forward on (cache, node).
 
   Returns the node after it, the last layer's output h [B, t, D], and with `keep`
   what `retract` needs, a `Kept` of each place in the pattern (otherwise None). The
   cache is only read: own keys come out of the layer scan and are never copied into
   it. attended: the (o, lse) of each place from an earlier run, which spares attention.
+  outputs: whether h is read; without, a last layer of attention ends at its keys and values.
   """
   view = _view(model, cache, node, segment)
 
   def repeat(h, xs):
     blocks, k, v, delta, conv, earlier, r = xs
     a, m, ks, vs, deltas, convs, kept = 0, 0, [], [], [], [], []
-    for block, is_split, kind, known in zip(blocks, split.blocks, model.pattern, earlier):
+    for place, (block, is_split, kind, known) in enumerate(zip(blocks, split.blocks, model.pattern, earlier)):
       block, h = lax.optimization_barrier((block, h))  # no layer's weights are gathered before its turn
       block = mesh.gather_tree(block, is_split)
       kept.append(Kept(h))
       if kind == 'deltanet':
-        h, d, c = layers.delta_layer(model, block, h, delta[m], conv[m], segment.length)
+        h, d, c = layers.delta_layer(model, block, h, delta[m], conv[m], segment.length, segment.wide)
         deltas, convs, m = deltas + [d], convs + [c], m + 1
       else:
         layer = r * model.attention_per_repeat + a
-        h, k1, v1, found = _attend(model, replay, view, block, h, k[a], v[a], layer, kind, known)
+        h, k1, v1, found = _attend(model, replay, view, block, h, k[a], v[a], layer, kind, known,
+                                   _spare(model, outputs, place, r))
         kept[-1] = kept[-1].replace(attention=found)
         ks, vs, a = ks + [k1], vs + [v1], a + 1
     stack = lambda new, old: jnp.stack(new) if new else old
@@ -206,10 +232,10 @@ def _put_layer(x, update, layer):
   return lax.dynamic_update_slice_in_dim(x, mesh.to_host(update), layer, 0)
 
 
-def _attend_back(model, replay, view: View, trained, whole, kept: Kept, k_own, v_own, dk_own, dv_own, dh, dk, dv, layer, kind):
+def _attend_back(model, replay, view: View, trained, whole, kept: Kept, k_own, v_own, dk_own, dv_own, dh, dk, dv, layer, kind, spare):
   """The mirror of `_attend`: cotangents of `trained`, of the layer's input, of cache and own keys and values.
 
-  whole(trained) is the layer's block. dh None: of its keys and values alone.
+  whole(trained) is the layer's block. dh None: of its keys and values alone; so where `spare` is true.
   """
   segment = view.segment
   first = lambda p, h: layers.attention_in(model, whole(p), h, view.tables)
@@ -222,8 +248,9 @@ def _attend_back(model, replay, view: View, trained, whole, kept: Kept, k_own, v
   h, (o, lse) = kept.h, kept.attention
   last = lambda p, h, o, gate: layers.attention_out(model, whole(p), h, o, gate)
   (q, k, v, gate), pull_in = jax.vjp(first, trained, h)
-  _, pull_out = jax.vjp(last, trained, h, o, gate)
-  dp_out, dh_out, do, dgate = pull_out(dh)
+  dp_out, dh_out, do, dgate = _unless(spare, lambda: jax.vjp(last, trained, h, o, gate)[1](dh))
+  if spare is not None:  # no row sees a key
+    view = view.replace(sight=jnp.where(spare, -1, view.sight))
   dtype = lse.dtype
   delta = (o.astype(dtype) * do.astype(dtype)).sum(-1)
   lse, delta = jnp.split(_fold_rows(model, jnp.concatenate([lse, delta])), 2, 1)  # one gather of both
@@ -241,7 +268,7 @@ def _attend_back(model, replay, view: View, trained, whole, kept: Kept, k_own, v
 
 def _delta_back(model, segment: Segment, trained, whole, kept: Kept, before, dh, dafter):
   """A DeltaNet layer pulled back: cotangents of `trained`, its input and the state before; dh None: of the state after alone."""
-  f = lambda p, h, d, c: layers.delta_layer(model, whole(p), h, d, c, segment.length)[dh is None:]
+  f = lambda p, h, d, c: layers.delta_layer(model, whole(p), h, d, c, segment.length, segment.wide)[dh is None:]
   out, pull = jax.vjp(f, trained, kept.h, *before)
   dp, dh, ddelta, dconv = pull(jax.tree.map(lambda c, o: c.astype(o.dtype), (dh, *dafter)[dh is None:], out))
   return dp, dh, ddelta, dconv
@@ -255,8 +282,8 @@ def retract(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
   Args:
     cache, segment, kept: as they were given to and came from `extend`.
     node: the node after the segment. before: its recurrent state before it.
-    dh: [B, t, D], cotangent of the segment's output h; None for none, where the pattern is not repeated: the last
-      layer is pulled back from its keys, values and state alone.
+    dh: [B, t, D], cotangent of the segment's output h; None for none: the last layer is pulled back from its
+      keys, values and state alone.
     dk, dv: [L, K, S, h], cotangents of the cache's keys and values; in the host's memory with replay.offload.
     dnode: cotangent of the node after the segment.
     grads: gradients so far, each device's share where a leaf is whole.
@@ -266,6 +293,9 @@ def retract(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
   """
   view = _view(model, cache, node.replace(slots=node.slots.replace(
       used=node.slots.used - segment.tokens.size)), segment)
+  outputs = dh is not None
+  if not outputs and model.repeats > 1:  # layers are one loop: the last one's body is every one's
+    dh = jnp.zeros((*segment.tokens.shape, model.width), params.embed.dtype)
 
   def repeat(carry, xs):
     dh, dk, dv, grads = carry
@@ -285,7 +315,7 @@ def retract(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
         a -= 1
         layer = r * model.attention_per_repeat + a
         dp, dh, dk, dv, dk1, dv1 = _attend_back(model, replay, view, trained, whole, place, k[a], v[a], dk_own[a], dv_own[a],
-                                                dh, dk, dv, layer, kind)
+                                                dh, dk, dv, layer, kind, _spare(model, outputs, i, r))
         dk_own, dv_own = dk_own.at[a].set(dk1), dv_own.at[a].set(dv1)
       grads[i] = _add_at(grads[i], dp, r)
     return (dh, dk, dv, tuple(grads)), (dk_own, dv_own, ddelta, dconv)
