@@ -5,8 +5,7 @@
 forward and backward once. Both run inside `shard_map`; `gradient_function` makes
 a jitted function of a batch of groups from either.
 
-Letters: N groups, G branches, R branch capacity, B branches replayed at once,
-T branch_segment_len, t = T/devices.
+Letters: N groups, G branches, R branch capacity.
 """
 from typing import Any
 
@@ -16,17 +15,18 @@ from jax import lax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from branchreplay import head, mesh
+from branchreplay import branches, head, mesh
 from branchreplay import model as layers
 from branchreplay import state as states
 from branchreplay.attention import at_least_f32
 from branchreplay.batch import Scores, group_spec
+from branchreplay.branches import MicroBatch
 from branchreplay.full_sequence import full_sequence_gradient
 from branchreplay.model import Params
 from branchreplay.objectives import Objective
 from branchreplay.prefix import STACKED_CAPTURED, Captured, capture, pull, zero_gradients
-from branchreplay.replay import Segment, extend, retract
-from branchreplay.state import State, StateCotangent
+from branchreplay.replay import extend, retract
+from branchreplay.state import Recurrent, Slots, State, StateCotangent
 
 
 @struct.dataclass
@@ -42,38 +42,12 @@ def _padded(x, rows):
   return jnp.pad(x, [(0, rows - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
 
 
-def _branch_segment(replay, inputs, lengths, prefix_length, j) -> Segment:
-  """Segment j of branches inputs [B, R]: this device's tokens."""
-  size = replay.branch_segment_len
-  t = size // mesh.seq_size()
-  tokens = lax.dynamic_slice_in_dim(inputs, j * size + mesh.seq_index() * t, t, 1)
-  return Segment(tokens, jnp.clip(lengths - j * size, 0, size), jnp.int32(prefix_length + j * size),
-                 replay.block_len)
-
-
-def _own_columns(replay, matrix, j):
-  """This device's columns [B, t] of segment j of a matrix [B, R]."""
-  t = replay.branch_segment_len // mesh.seq_size()
-  return lax.dynamic_slice_in_dim(matrix, j * replay.branch_segment_len + mesh.seq_index() * t, t, 1)
-
-
-def _put_columns(replay, matrix, own, row, j):
-  """Writes all devices' columns of segment j into rows row.. of a matrix [G, R]."""
-  at = (jnp.int32(row), jnp.int32(j * replay.branch_segment_len))
-  return lax.dynamic_update_slice(matrix, mesh.gather(own, 1).astype(matrix.dtype), at)
-
-
-def _open_node(model, replay, captured: Captured, batch) -> State:
-  """A node of `batch` branches that starts at the captured state."""
-  slots = batch * replay.branch_segments * replay.branch_segment_len // mesh.seq_size()
+def _open_node(model, replay, captured: Captured, part: MicroBatch) -> State:
+  """A node of a micro-batch that starts at the captured state."""
+  slots = part.length.size * replay.branch_segments * replay.branch_segment_len // mesh.seq_size()
   slots = states.empty_slots(model, states.slot_count(replay, slots), captured.state.slots.k.dtype)
-  spread = lambda x: jnp.broadcast_to(x, (x.shape[0], batch, *x.shape[2:]))
+  spread = lambda x: jnp.broadcast_to(x, (x.shape[0], part.rows, *x.shape[2:]))
   return State(slots, jax.tree.map(spread, captured.state.recurrent))
-
-
-def _micro_batch(group, row, batch):
-  take = lambda x: lax.dynamic_slice_in_dim(x, row, batch, 0)
-  return take(group.inputs), take(group.targets), take(group.length)
 
 
 def score_branches(model, replay, params: Params, split: Params, group, captured: Captured) -> Scores:
@@ -82,24 +56,18 @@ def score_branches(model, replay, params: Params, split: Params, group, captured
   cache = captured.state.slots
 
   def micro(i, scores):
-    row = i * batch
-    inputs, targets, lengths = _micro_batch(group, row, batch)
+    part = branches.micro_batch(model, replay, group, i * batch, batch)
 
     def step(j, carry):
       node, scores = carry
-      segment = _branch_segment(replay, inputs, lengths, group.prefix_length, j)
-      node, h, _ = extend(model, replay, params, split, cache, node, segment)
-      own = head.scores(model, replay, params, split, h, _own_columns(replay, targets, j))
-      return node, jax.tree.map(lambda m, x: _put_columns(replay, m, x, row, j), scores, own)
+      node, h, _ = extend(model, replay, params, split, cache, node, branches.segment(replay, part, j))
+      own = head.scores(model, replay, params, split, h, branches.own_columns(replay, part, part.targets, j))
+      return node, jax.tree.map(lambda m, x: branches.put_columns(replay, part, m, x, j), scores, own)
 
-    n = _segments(replay, lengths)
-    return lax.fori_loop(jnp.int32(0), n, step, (_open_node(model, replay, captured, batch), scores))[1]
+    n = branches.segment_count(replay, part)
+    return lax.fori_loop(jnp.int32(0), n, step, (_open_node(model, replay, captured, part), scores))[1]
 
   return lax.fori_loop(0, rows // batch, micro, _zero_scores(group, params))
-
-
-def _segments(replay, lengths):
-  return (lengths.max() + replay.branch_segment_len - 1) // replay.branch_segment_len
 
 
 def _zero_scores(group, params):
@@ -109,11 +77,42 @@ def _zero_scores(group, params):
 
 def _grid(replay, group):
   """Micro-batch size, padded number of branches, and the group's tokens padded to it."""
-  branches = group.inputs.shape[0]
-  batch = min(replay.replay_batch, branches)
-  rows = -(-branches // batch) * batch
+  count = group.inputs.shape[0]
+  batch = min(replay.replay_batch, count)
+  rows = -(-count // batch) * batch
   return batch, rows, group.replace(
       **{name: _padded(getattr(group, name), rows) for name in ('inputs', 'targets', 'length')})
+
+
+@struct.dataclass
+class Forward:
+  """A micro-batch run forward on the captured state."""
+  slots: Slots  # of all its segments
+  before: Recurrent  # [segments, ...], the state before each
+  made: Any  # (h, kept) [segments, ...] of each, for `retract`; None: to be made again
+
+
+def _run_forward(model, replay, params, split, part: MicroBatch, captured: Captured) -> Forward:
+  """What `retract` needs of a micro-batch's segments; with keep=layers nothing is run twice."""
+  cache, node = captured.state.slots, _open_node(model, replay, captured, part)
+  n, storing = branches.segment_count(replay, part), replay.keep == 'layers' and replay.branch_segments > 1
+  put = lambda total, x, j: jax.tree.map(lambda t, x: lax.dynamic_update_index_in_dim(t, x, j, 0), total, x)
+  run = lambda j, node: extend(model, replay, params, split, cache, node, branches.segment(replay, part, j), storing,
+                               outputs=storing)
+  room = lambda tree: jax.tree.map(lambda x: jnp.zeros((replay.branch_segments, *x.shape), x.dtype), tree)
+  made = room(jax.eval_shape(run, jnp.int32(0), node)[1:]) if storing else None
+
+  def step(j, carry):
+    node, before, made = carry
+    before = put(before, node.recurrent, j)
+    node, *new = run(j, node)
+    return node, before, put(made, tuple(new), j) if storing else None
+
+  carry = node, room(node.recurrent), made
+  if storing or replay.branch_segments > 1:  # the last segment is run where it is pulled back
+    carry = lax.fori_loop(jnp.int32(0), n if storing else n - 1, step, carry)
+  node, before, made = carry
+  return Forward(node.slots, before if storing else put(before, node.recurrent, n - 1), made)
 
 
 def replay_branches(model, replay, params: Params, split: Params, group, captured: Captured, dscores_of,
@@ -129,42 +128,32 @@ def replay_branches(model, replay, params: Params, split: Params, group, capture
 
   def micro(i, carry):
     scores, dk, dv, drecurrent, grads = carry
-    row = i * batch
-    inputs, targets, lengths = _micro_batch(group, row, batch)
-    node = _open_node(model, replay, captured, batch)
-    n = _segments(replay, lengths)
-    cut = lambda j: _branch_segment(replay, inputs, lengths, group.prefix_length, j)
-    history = jax.tree.map(lambda x: jnp.broadcast_to(x, (replay.branch_segments, *x.shape)), node.recurrent)
-
-    def forward(j, carry):  # all segments but the last, which is replayed at once
-      node, history = carry
-      node, _, _ = extend(model, replay, params, split, cache, node, cut(j), outputs=False)
-      put = lambda h, x: lax.dynamic_update_index_in_dim(h, x, j + 1, 0)
-      return node, jax.tree.map(put, history, node.recurrent)
-
-    if replay.branch_segments > 1:
-      node, history = lax.fori_loop(jnp.int32(0), n - 1, forward, (node, history))
+    part = branches.micro_batch(model, replay, group, i * batch, batch)
+    done, n = _run_forward(model, replay, params, split, part, captured), branches.segment_count(replay, part)
+    take = lambda tree, j: jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, j, 0, False), tree)
+    own = lambda matrix, j: branches.own_columns(replay, part, matrix, j)
 
     def backward(step, carry):
       scores, slots, dnode, dk, dv, grads = carry
       j = n - 1 - step
-      segment = cut(j)
-      before = jax.tree.map(lambda h: lax.dynamic_index_in_dim(h, j, 0, False), history)
+      segment, before = branches.segment(replay, part, j), take(done.before, j)
       node = State(slots.replace(used=jnp.int32(j * segment.tokens.size)), before)
-      node, h, kept = extend(model, replay, params, split, cache, node, segment, keep=True)
-      own_targets = _own_columns(replay, targets, j)
-      own = head.scores(model, replay, params, split, h, own_targets)
-      scores = jax.tree.map(lambda m, x: _put_columns(replay, m, x, row, j), scores, own)
-      part = jax.tree.map(lambda d: _own_columns(replay, lax.dynamic_slice_in_dim(d, row, batch), j),
-                          dscores_of(scores))
-      dh, grads = head.scores_backward(model, replay, params, split, h, own_targets, part, grads)
+      if done.made is None:
+        node, h, kept = extend(model, replay, params, split, cache, node, segment, keep=True)
+      else:
+        node, (h, kept) = State(slots.replace(used=jnp.int32((j + 1) * segment.tokens.size)), before), take(done.made, j)
+      targets = own(part.targets, j)
+      new = head.scores(model, replay, params, split, h, targets)
+      scores = jax.tree.map(lambda m, x: branches.put_columns(replay, part, m, x, j), scores, new)
+      slopes = jax.tree.map(lambda d: own(branches.of_micro_batch(part, d), j), dscores_of(scores))
+      dh, grads = head.scores_backward(model, replay, params, split, h, targets, slopes, grads)
       dk, dv, dnode, grads = retract(model, replay, params, split, cache, node, before, segment, kept,
                                      dh, dk, dv, dnode, grads)
       return scores, node.slots, dnode, dk, dv, grads
 
-    dnode = states.zero_cotangent(node, replay.accumulate_dtype)
+    dnode = states.zero_cotangent(State(done.slots, take(done.before, 0)), replay.accumulate_dtype)
     scores, _, dnode, dk, dv, grads = lax.fori_loop(
-        jnp.int32(0), n, backward, (scores, node.slots, dnode, dk, dv, grads))
+        jnp.int32(0), n, backward, (scores, done.slots, dnode, dk, dv, grads))
     add = lambda total, x: total + x.sum(1, keepdims=True).astype(total.dtype)
     return scores, dk, dv, jax.tree.map(add, drecurrent, dnode.recurrent), grads
 
@@ -179,9 +168,9 @@ def replay_group(model, replay, objective: Objective, params: Params, split: Par
 
   Returns loss, metrics, scores [G, R], the cotangent of the captured state, and grads.
   """
-  branches = group.inputs.shape[0]
+  count = group.inputs.shape[0]
   slope = jax.grad(lambda s: objective.loss(s, group)[0] * weight)
-  unpad = lambda scores: jax.tree.map(lambda s: s[:branches], scores)
+  unpad = lambda scores: jax.tree.map(lambda s: s[:count], scores)
   cotangents = lambda scores: jax.tree.map(lambda d, s: _padded(d, s.shape[0]), slope(unpad(scores)), scores)
   if not objective.separable:
     scores = score_branches(model, replay, params, split, group, captured)

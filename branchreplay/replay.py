@@ -38,6 +38,7 @@ class Segment:
   start: Any  # i32 [], position of the first
   block: int = struct.field(pytree_node=False, default=1)  # positions that see each other in attention; 1: causal
   wide: bool = struct.field(pytree_node=False, default=True)  # DeltaNet layers exchange float32: half of bfloat16's error, of few tokens
+  packed: Any = None  # (position, branch) i32 [1, T] of all devices' tokens where branches lie one behind another in a row
 
 
 @struct.dataclass
@@ -65,23 +66,22 @@ class View:
 def _view(model: ModelConfig, cache: Slots, node: State, segment: Segment) -> View:
   batch, t = segment.tokens.shape
   group, steps = model.heads // model.kv_heads, t * mesh.seq_size()
-  row = mesh.seq_index() * t + jnp.arange(t, dtype=jnp.int32)
-  position = segment.start + row
-  valid = row[None] < segment.length[:, None]
-  fold = lambda x, shape: jnp.broadcast_to(x, shape).reshape(-1)
-  branch = jnp.arange(batch, dtype=jnp.int32)[:, None]
-  put = lambda x, y: lax.dynamic_update_slice_in_dim(x, y, node.slots.used, 0)
+  offset = jnp.arange(steps, dtype=jnp.int32)[None]
+  position, branch = segment.packed or (segment.start + offset, jnp.arange(batch, dtype=jnp.int32)[:, None])
+  valid = offset < segment.length[:, None]
+  sees = position if segment.block == 1 else segment.start + (offset // segment.block + 1) * segment.block - 1
+  whole = lambda x: jnp.broadcast_to(x, (batch, steps))
+  put = lambda x, y: lax.dynamic_update_slice_in_dim(x, mesh.own(whole(y), 1).reshape(-1), node.slots.used, 0)
   own = node.slots.replace(
-      position=put(node.slots.position, jnp.where(valid, position, FAR).reshape(-1)),
-      branch=put(node.slots.branch, fold(branch, (batch, t))), used=node.slots.used + batch * t)
-  offset = jnp.arange(steps, dtype=jnp.int32)[:, None]
-  everywhere, ends = segment.start + offset, segment.start + (offset // segment.block + 1) * segment.block - 1
-  ends = jnp.where(offset[None] < segment.length[:, None, None], ends, -1)
+      position=put(node.slots.position, jnp.where(valid, position, FAR)),
+      branch=put(node.slots.branch, branch), used=node.slots.used + batch * t)
   filled = jnp.arange(cache.position.size) < cache.used
-  fold_rows = lambda x: fold(x, (batch, steps, group))
-  tables = rope.tables_of(model, position, attention.at_least_f32(node.slots.k.dtype))
-  return View(segment, tables, position, fold_rows(everywhere), fold_rows(ends), fold_rows(branch[..., None]),
-              cache.replace(position=jnp.where(filled, cache.position, FAR)), own, node.slots.used, batch > 1)
+  fold_rows = lambda x: jnp.repeat(whole(x).reshape(-1), group)
+  mine = mesh.own(position, 1)[0]
+  tables = rope.tables_of(model, mine, attention.at_least_f32(node.slots.k.dtype))
+  return View(segment, tables, mine, fold_rows(position), fold_rows(jnp.where(valid, sees, -1)), fold_rows(branch),
+              cache.replace(position=jnp.where(filled, cache.position, FAR)), own, node.slots.used,
+              batch > 1 or segment.packed is not None)
 
 
 def _attention_problem(model, replay, view: View, k, v, layer, kind, chunk):
