@@ -21,6 +21,7 @@ class Dials:
   devices: int = 2  # virtual devices that share the cores
   segment_len: int = 1024  # positions of a prefix segment
   replay_batch: int = 16  # branches replayed at once, at most
+  branch_segment_len: int = 0  # response tokens of each of them replayed at once; 0: all
   keep: str = 'auto'  # state | attention | layers | auto: what the pull need not compute again, by the memory there is
   row_block: int = 256  # query rows per block of the attention loops
   key_block: int = 256  # keys per block of the attention loops
@@ -29,7 +30,7 @@ class Dials:
 def sizes_of(dials: Dials, prefix_len: int, branches: int, branch_len: int) -> ReplayConfig:
   up = lambda n: -(-n // dials.devices) * dials.devices
   return ReplayConfig(
-      segment_len=min(dials.segment_len, up(max(prefix_len - 1, 1))), branch_segment_len=up(branch_len),
+      segment_len=min(dials.segment_len, up(max(prefix_len - 1, 1))), branch_segment_len=up(min(dials.branch_segment_len or branch_len, branch_len)),
       prefix_capacity=max(prefix_len - 1, 1), branch_capacity=branch_len, mode=dials.mode, keep=dials.keep,
       replay_batch=min(dials.replay_batch, branches), row_block=dials.row_block, key_block=dials.key_block)
 
