@@ -51,14 +51,14 @@ def plain_attention(q, k, v, window=None, sight=None):
 
 
 def _attention_layer(model, kind, block, h, tables, sight=None):
-  q, k, v, gate = layers.attention_in(model, block, h, tables)
+  (q, k, v, gate), _ = layers.attention_in(model, block, h, tables)
   o = plain_attention(q, k, v, model.window if kind == 'window' else None, sight)
-  return layers.attention_out(model, block, h, o, gate)
+  return layers.attention_out(model, block, h, o, gate)[0]
 
 
 def _delta_layer(model, block, h):
   m, p, length = model, block.mixer, h.shape[0]
-  q, k, v, beta, decay, z = layers.delta_in(m, block, h)
+  (q, k, v, beta, decay, z), _ = layers.delta_in(m, block, h)
   flat = jnp.concatenate([x.reshape(length, -1) for x in (q, k, v)], -1)
   tail = jnp.zeros((1, m.conv_width - 1, flat.shape[-1]), h.dtype)
   mixed = causal_conv(flat[None], tail, p.conv, jnp.array([length]))[0][0]
@@ -69,7 +69,7 @@ def _delta_layer(model, block, h):
   g, b = layers.delta_gates(beta, decay, p.a_log, p.dt_bias, True)
   state = jnp.zeros((m.delta_value_heads, m.delta_key_dim, m.delta_value_dim), g.dtype)
   o, _ = delta_rule(q, k, mixed[:, 2 * keys:].reshape(v.shape), g, b, state, m.chunk)
-  return layers.delta_out(m, block, h, o, z)
+  return layers.delta_out(m, block, h, o, z)[0]
 
 
 def hidden(model, params: Params, tokens, sight=None):

@@ -84,6 +84,11 @@ def _grid(replay, group):
       **{name: _padded(getattr(group, name), rows) for name in ('inputs', 'targets', 'length')})
 
 
+def _keep_of(replay) -> str:
+  """What is kept of a micro-batch's forward, whose tokens are few: products too where each layer's input is kept of the prefix."""
+  return 'products' if replay.keep in ('layers', 'products') else 'layers'
+
+
 @struct.dataclass
 class Forward:
   """A micro-batch run forward on the captured state."""
@@ -93,11 +98,11 @@ class Forward:
 
 
 def _run_forward(model, replay, params, split, part: MicroBatch, captured: Captured) -> Forward:
-  """What `retract` needs of a micro-batch's segments; with keep=layers nothing is run twice."""
+  """What `retract` needs of a micro-batch's segments; with keep=layers and products nothing is run twice."""
   cache, node = captured.state.slots, _open_node(model, replay, captured, part)
-  n, storing = branches.segment_count(replay, part), replay.keep == 'layers' and replay.branch_segments > 1
+  n, storing = branches.segment_count(replay, part), _keep_of(replay) == 'products' and replay.branch_segments > 1
   put = lambda total, x, j: jax.tree.map(lambda t, x: lax.dynamic_update_index_in_dim(t, x, j, 0), total, x)
-  run = lambda j, node: extend(model, replay, params, split, cache, node, branches.segment(replay, part, j), storing,
+  run = lambda j, node: extend(model, replay, params, split, cache, node, branches.segment(replay, part, j), 'products' if storing else '',
                                outputs=storing)
   room = lambda tree: jax.tree.map(lambda x: jnp.zeros((replay.branch_segments, *x.shape), x.dtype), tree)
   made = room(jax.eval_shape(run, jnp.int32(0), node)[1:]) if storing else None
@@ -139,7 +144,7 @@ def replay_branches(model, replay, params: Params, split: Params, group, capture
       segment, before = branches.segment(replay, part, j), take(done.before, j)
       node = State(slots.replace(used=jnp.int32(j * segment.tokens.size)), before)
       if done.made is None:
-        node, h, kept = extend(model, replay, params, split, cache, node, segment, keep=True)
+        node, h, kept = extend(model, replay, params, split, cache, node, segment, _keep_of(replay))
       else:
         node, (h, kept) = State(slots.replace(used=jnp.int32((j + 1) * segment.tokens.size)), before), take(done.made, j)
       targets = own(part.targets, j)

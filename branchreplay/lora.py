@@ -5,6 +5,7 @@ With `lora_rank` in the model's configuration each matrix named in `lora_targets
 the adapters (and a critic's head) and puts None where a leaf is frozen, so gradients and
 optimizer moments of frozen leaves never exist. Letters: D inputs, F outputs, r rank.
 """
+import functools
 from typing import Any
 import zlib
 
@@ -28,26 +29,47 @@ def _is_adapted(x) -> bool:
   return isinstance(x, Adapted)
 
 
-@jax.custom_vjp
-def _wide_product(x, weight):
-  """x @ weight as it is summed, float32 at least; its cotangent is rounded to x's dtype, so that both ways multiply in that."""
-  return jnp.matmul(x, weight, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _product(x, weight, wide):
+  """x [..., D] times weight [D, F]; wide: as it is summed, float32 at least. Its cotangent is rounded to x's dtype."""
+  return jnp.matmul(x, weight, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32) if wide else None)
 
 
-def _wide_backward(saved, d):
+def _product_backward(wide, saved, d):
   x, weight = saved
-  return jax.vjp(jnp.matmul, x, weight)[1](d.astype(x.dtype))
+  d = d.astype(x.dtype)
+  rows = lambda y: y.reshape(-1, y.shape[-1])
+  return d @ weight.T, rows(x).T @ rows(d)  # autodiff's own d^T x, transposed: a CPU's compiler fuses what makes d into that
 
 
-_wide_product.defvjp(lambda x, weight: (_wide_product(x, weight), (x, weight)), _wide_backward)
+_product.defvjp(lambda x, weight, wide: (_product(x, weight, wide), (x, weight)), _product_backward)
 
 
 def linear(x, weight, wide: bool = False):
   """x [..., D] times a matrix or an adapted one; wide: float32 at least, not rounded to x's dtype."""
-  product = _wide_product if wide else jnp.matmul
   if _is_adapted(weight):
-    return product(x, weight.weight) + product(x @ weight.a, weight.b) * weight.scale
-  return product(x, weight)
+    return _product(x, weight.weight, wide) + _product(_product(x, weight.a, False), weight.b, wide) * weight.scale
+  return _product(x, weight, wide)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _known(x, weight, product, wide):
+  """`product`, which is linear(x, weight, wide), and pulled back as that."""
+  return product
+
+
+def _known_backward(wide, saved, d):
+  x, weight, product = saved
+  return *jax.vjp(lambda x, weight: linear(x, weight, wide), x, weight)[1](d), jnp.zeros_like(product)
+
+
+_known.defvjp(lambda x, weight, product, wide: (product, (x, weight, product)), _known_backward)
+
+
+def products(x, weights, known=None, wide: bool = False) -> tuple:
+  """`linear` of x and each of `weights`, None for None. known: they, of an earlier run, which are not made again."""
+  make = lambda weight, product: linear(x, weight, wide) if product is None else _known(x, weight, product, wide)
+  return tuple(w if w is None else make(w, y) for w, y in zip(weights, known or [None] * len(weights), strict=True))
 
 
 def attach(model: ModelConfig, params, key):

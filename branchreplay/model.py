@@ -21,7 +21,7 @@ from branchreplay import mesh, rope
 from branchreplay.attention import at_least_f32
 from branchreplay.config import ModelConfig
 from branchreplay.deltanet import causal_conv, delta_rule
-from branchreplay.lora import attach, linear
+from branchreplay.lora import attach, linear, products
 
 
 @struct.dataclass
@@ -129,6 +129,12 @@ def shapes(model: ModelConfig, dtype: str = 'float32') -> Params:
   return jax.eval_shape(lambda k: init(model, k, jnp.dtype(dtype)), jax.eval_shape(lambda: jax.random.key(0)))
 
 
+def product_channels(model: ModelConfig) -> int:
+  """Channels that a position's matrix products have in all layers, but for the MLPs' last, which none needs again."""
+  of_block = lambda block: [w[-1] for name, w in vars(block.mixer).items() if w and len(w) == 3 and name != 'conv']
+  return model.repeats * sum(sum(of_block(block)) + 2 * model.mlp_width for block in _shapes(model).blocks)
+
+
 # ---------------------------------------------------------------- pieces of a layer
 
 
@@ -143,46 +149,60 @@ def _norm(model, x, weight):
   return rms_norm(x, weight, model.norm_offset, model.norm_eps)
 
 
-def _heads(x, weight, size: int):
-  """`linear`, split into heads: [..., D] -> [..., n, size]. (A TPU's compiler would rather have all layers' weights transposed.)"""
-  y = linear(x, weight)
+def _heads(y, size: int):
+  """A product split into heads: [..., n*size] -> [..., n, size]. (A TPU's compiler would rather have all layers' weights transposed.)"""
   return mesh.laid_out(y, *range(y.ndim)).reshape(*y.shape[:-1], -1, size)
 
 
-def mlp(model, block: Block, h):
+# Each piece returns its matrix products too, as `products` takes them: with them it runs again without a product.
+
+
+def mlp(model, block: Block, h, known=None):
   """Residual SwiGLU; h [..., D]."""
   x = _norm(model, h, block.mlp_norm)
   p = block.mlp
-  return h + linear(jax.nn.silu(linear(x, p.gate)) * linear(x, p.up), p.down)
+  made = gate, up = products(x, (p.gate, p.up), known)
+  return h + linear(jax.nn.silu(gate) * up, p.down), made
 
 
-def attention_in(model: ModelConfig, block: Block, h, tables):
-  """q [..., t, H, h] (scaled), k and v [..., t, K, h], gate [..., t, H*h] or None."""
+def attention_in(model: ModelConfig, block: Block, h, tables, known=None):
+  """(q [..., t, H, h] (scaled), k and v [..., t, K, h], gate [..., t, H*h] or None)."""
   p, x = block.mixer, _norm(model, h, block.norm)
-  q, k, v = (_heads(x, weight, model.head_dim) for weight in (p.q, p.k, p.v))
+  made = products(x, (p.q, p.k, p.v, p.gate), known)
+  q, k, v = (_heads(y, model.head_dim) for y in made[:3])
   if model.qk_norm:
     q, k = _norm(model, q, p.q_norm), _norm(model, k, p.k_norm)
   q, k = rope.rotate(q, tables), rope.rotate(k, tables)
-  return q * model.head_dim**-0.5, k, v, linear(x, p.gate) if model.output_gate else None
+  return (q * model.head_dim**-0.5, k, v, made[3]), made
 
 
-def attention_out(model: ModelConfig, block: Block, h, o, gate):
+def _out(model, block: Block, h, o, known):
+  """Projection of o [..., n], residual and MLP."""
+  known = known or (None, None)
+  made = products(o, (block.mixer.out,), known[0])
+  h, more = mlp(model, block, h + made[0], known[1])
+  return h, (made, more)
+
+
+def attention_out(model: ModelConfig, block: Block, h, o, gate, known=None):
   """Output gate, projection, residual and MLP; o [..., t, H, h] -> h [..., t, D]."""
   o = o.reshape(*h.shape[:-1], -1)
   if gate is not None:
     o = o * jax.nn.sigmoid(gate)
-  return mlp(model, block, h + linear(o.astype(h.dtype), block.mixer.out))
+  return _out(model, block, h, o.astype(h.dtype), known)
 
 
-def delta_in(model: ModelConfig, block: Block, h, wide: bool = False):
-  """q, k [..., key_heads, k], v [..., value_heads, v], beta, decay [..., value_heads], z like v; wide: all but z float32 at least."""
+def delta_in(model: ModelConfig, block: Block, h, wide: bool = False, known=None):
+  """(q, k [..., key_heads, k], v [..., value_heads, v], beta, decay [..., value_heads], z like v); wide: all but z float32 at least."""
   p, x = block.mixer, _norm(model, h, block.norm)
   keys = model.delta_key_heads * model.delta_key_dim
-  qkv = linear(x, p.qkv, wide)
+  known = known or (None, None)
+  made = products(x, (p.qkv, p.beta, p.decay), known[0], wide), products(x, (p.z,), known[1])
+  (qkv, beta, decay), (z,) = made
   key_heads = lambda y: y.reshape(*y.shape[:-1], model.delta_key_heads, model.delta_key_dim)
   value_heads = lambda y: y.reshape(*y.shape[:-1], model.delta_value_heads, model.delta_value_dim)
   return (key_heads(qkv[..., :keys]), key_heads(qkv[..., keys:2 * keys]), value_heads(qkv[..., 2 * keys:]),
-          linear(x, p.beta, wide), linear(x, p.decay, wide), _heads(x, p.z, model.delta_value_dim))
+          beta, decay, _heads(z, model.delta_value_dim)), made
 
 
 def delta_gates(beta, decay, a_log, dt_bias, valid):
@@ -193,10 +213,10 @@ def delta_gates(beta, decay, a_log, dt_bias, valid):
   return jnp.where(valid, g, 0), jnp.where(valid, b, 0)
 
 
-def delta_out(model: ModelConfig, block: Block, h, o, z):
+def delta_out(model: ModelConfig, block: Block, h, o, z, known=None):
   """Gated RMSNorm, projection, residual and MLP; o, z [..., value_heads, v]."""
   o = rms_norm(o, block.mixer.norm, 0.0, model.norm_eps) * jax.nn.silu(z)
-  return mlp(model, block, h + linear(o.astype(h.dtype).reshape(*h.shape[:-1], -1), block.mixer.out))
+  return _out(model, block, h, o.astype(h.dtype).reshape(*h.shape[:-1], -1), known)
 
 
 # ---------------------------------------------------------------- gated DeltaNet, head-sharded
@@ -224,7 +244,7 @@ def _own_heads(x, index):
   return jnp.take(x, jnp.asarray(index)[mesh.seq_index()], axis=0)
 
 
-def delta_layer(model: ModelConfig, block: Block, h, delta, conv, length, wide: bool = False):
+def delta_layer(model: ModelConfig, block: Block, h, delta, conv, length, wide: bool = False, known=None):
   """A gated DeltaNet layer over a segment of which this device has t positions.
 
   Args:
@@ -233,13 +253,14 @@ def delta_layer(model: ModelConfig, block: Block, h, delta, conv, length, wide: 
       segment of the heads that this device runs.
     wide: what devices exchange is float32 at least, not rounded to h's dtype.
 
-  Returns h, and delta and conv after the segment. Two all-to-alls: positions to
-  heads and back.
+  Returns h, delta and conv after the segment, and its products. Two all-to-alls:
+  positions to heads and back.
   """
+  known = known or (None, None)
   m, seq = model, mesh.seq_size()
   batch, t, _ = h.shape
   key, value = delta_heads(m, seq)
-  q, k, v, beta, decay, z = delta_in(m, block, h, wide)
+  (q, k, v, beta, decay, z), made = delta_in(m, block, h, wide, known[0])
 
   def by_device(x, index):  # [B, t, heads, ...] -> [B, t, seq, channels]
     if not np.array_equal(index.reshape(-1), np.arange(x.shape[2])):
@@ -276,7 +297,8 @@ def delta_layer(model: ModelConfig, block: Block, h, delta, conv, length, wide: 
   o = (o if wide else o.astype(h.dtype)).reshape(steps, batch, 1, -1).swapaxes(0, 1)  # [B, T, 1, n*v]
   o = mesh.exchange(o, 1, 2).reshape(batch, t, -1, m.delta_value_dim)
   o = o[:, :, :m.delta_value_heads]
-  return delta_out(m, block, h, o, z), after.reshape(delta.shape), conv
+  h, more = delta_out(m, block, h, o, z, known[1])
+  return h, after.reshape(delta.shape), conv, (made, more)
 
 
 # ---------------------------------------------------------------- embedding and head

@@ -19,7 +19,7 @@ from branchreplay import state as states
 from branchreplay.attention import at_least_f32
 from branchreplay.config import ALL_SEGMENTS, ModelConfig, ReplayConfig
 from branchreplay.lora import trainable
-from branchreplay.model import Params
+from branchreplay.model import Params, product_channels
 from branchreplay.replay import Segment, extend, retract
 from branchreplay.state import Recurrent, Slots, State, StateCotangent
 
@@ -45,7 +45,9 @@ def kept_bytes(model: ModelConfig, replay: ReplayConfig, seq: int, dtype) -> dic
   positions = replay.prefix_segments * replay.segment_len // seq
   lse = jnp.dtype(at_least_f32(dtype)).itemsize
   attended = model.repeats * model.attention_per_repeat * model.heads * (model.head_dim * item + lse)
-  return {'state': 0, 'attention': positions * attended, 'layers': positions * (attended + model.layers * model.width * item)}
+  inputs = attended + model.layers * model.width * item
+  kept = {'state': 0, 'attention': attended, 'layers': inputs, 'products': inputs + product_channels(model) * item}
+  return {keep: positions * size for keep, size in kept.items()}
 
 
 def segment_count(prefix, length):
@@ -65,7 +67,8 @@ def _node(model, count, recurrent, dtype) -> State:
 def _run_segment(model, replay, params, split, prefix, length, i, slots, recurrent):
   """Segment i forward: the node after it, and what the configuration keeps of it (None for nothing)."""
   segment, node = _segment(prefix, length, i), _node(model, prefix.shape[1], recurrent, params.embed.dtype)
-  node, _, kept = extend(model, replay, params, split, slots, node, segment, keep=replay.kept != 'state', outputs=False)
+  keep = {'state': '', 'attention': 'layers'}.get(replay.kept, replay.kept)
+  node, _, kept = extend(model, replay, params, split, slots, node, segment, keep, outputs=False)
   if replay.kept == 'attention':
     kept = [place.attention for place in kept]
   return node, kept
@@ -103,8 +106,7 @@ def capture(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
             length) -> Captured:
   """Runs the prefix forward. prefix i32 [n, t] (this device's slice), length i32 [].
 
-  With replay.keep it holds on to what the pull would compute again: attention's output
-  and LSE, or each layer's input too.
+  With replay.keep it holds on to what the pull would compute again, see config.KEEPS.
   """
   return capture_segments(model, replay, params, split, prefix, length,
                           empty_captured(model, replay, params, split, prefix), 0, segment_count(prefix, length))
@@ -146,10 +148,10 @@ def pull_segments(model: ModelConfig, replay: ReplayConfig, params: Params, spli
     segment, at = _segment(prefix, length, i), i * count
     slots = captured.state.slots
     earlier, own = slots.replace(used=jnp.int32(at)), lambda x, axis=2: lax.dynamic_slice_in_dim(x, at, count, axis)
-    if replay.kept == 'layers':
+    if replay.kept in ('layers', 'products'):
       node = State(Slots(own(slots.k), own(slots.v), own(slots.position, 0), own(slots.branch, 0), jnp.int32(count)), before)
     else:
-      node, _, kept = extend(model, replay, params, split, earlier, _node(model, count, before, dtype), segment, True, kept,
+      node, _, kept = extend(model, replay, params, split, earlier, _node(model, count, before, dtype), segment, 'layers', kept,
                               outputs=False)
     dk, dv, dnode, grads = retract(
         model, replay, params, split, earlier, node, before, segment, kept, None, dk, dv,

@@ -46,6 +46,7 @@ class Kept:
   """What `retract` needs of a segment's forward at one place of the pattern; leaves [repeats, ...]."""
   h: Any  # [B, t, D], the layer's input
   attention: Any = None  # (o [B, t, H, h], lse [B, t, H]) of an attention layer
+  products: Any = None  # the layer's matrix products, see model.py; None: to be made again
 
 
 @struct.dataclass
@@ -145,11 +146,11 @@ def _unless(spare, work):
 
 
 def _attend(model, replay, view: View, block, h, k_own, v_own, layer, kind, known, spare):
-  """An attention layer of `kind`: h after it, the node's keys and values with the segment's put in, and (o, lse).
+  """An attention layer of `kind`: h after it, the node's keys and values with the segment's put in, (o, lse) and products.
 
   spare: see `_unless`; of all but keys and values.
   """
-  q, k, v, gate = layers.attention_in(model, block, h, view.tables)
+  (q, k, v, gate), made = layers.attention_in(model, block, h, view.tables)
   put = lambda x, y: lax.dynamic_update_slice_in_dim(x, _head_major(y, x.dtype), view.at, 1)
   k_own, v_own = put(k_own, k), put(v_own, v)
 
@@ -163,10 +164,10 @@ def _attend(model, replay, view: View, block, h, k_own, v_own, layer, kind, know
 
   def rest():
     o, lse = attend()
-    return layers.attention_out(model, block, h, o, gate), (o, lse)
+    return *layers.attention_out(model, block, h, o, gate), (o, lse)
 
-  h, found = _unless(spare, rest)
-  return h, k_own, v_own, found
+  h, more, found = _unless(spare, rest)
+  return h, k_own, v_own, found, (made, more)
 
 
 def _spare(model: ModelConfig, outputs: bool, place: int, r):
@@ -176,11 +177,12 @@ def _spare(model: ModelConfig, outputs: bool, place: int, r):
 
 
 def extend(model: ModelConfig, replay: ReplayConfig, params: Params, split: Params, cache: Slots,
-           node: State, segment: Segment, keep: bool = False, attended=None, outputs: bool = True):
+           node: State, segment: Segment, keep: str = '', attended=None, outputs: bool = True):
   """Runs `segment` forward on (cache, node).
 
-  Returns the node after it, the last layer's output h [B, t, D], and with `keep`
-  what `retract` needs, a `Kept` of each place in the pattern (otherwise None). The
+  Returns the node after it, the last layer's output h [B, t, D], and what `retract`
+  needs, a `Kept` of each place in the pattern: keep='layers' without products,
+  'products' with, '' None. The
   cache is only read: own keys come out of the layer scan and are never copied into
   it. attended: the (o, lse) of each place from an earlier run, which spares attention.
   outputs: whether h is read; without, a last layer of attention ends at its keys and values.
@@ -195,14 +197,15 @@ def extend(model: ModelConfig, replay: ReplayConfig, params: Params, split: Para
       block = mesh.gather_tree(block, is_split)
       kept.append(Kept(h))
       if kind == 'deltanet':
-        h, d, c = layers.delta_layer(model, block, h, delta[m], conv[m], segment.length, segment.wide)
+        h, d, c, made = layers.delta_layer(model, block, h, delta[m], conv[m], segment.length, segment.wide)
         deltas, convs, m = deltas + [d], convs + [c], m + 1
       else:
         layer = r * model.attention_per_repeat + a
-        h, k1, v1, found = _attend(model, replay, view, block, h, k[a], v[a], layer, kind, known,
-                                   _spare(model, outputs, place, r))
+        h, k1, v1, found, made = _attend(model, replay, view, block, h, k[a], v[a], layer, kind, known,
+                                         _spare(model, outputs, place, r))
         kept[-1] = kept[-1].replace(attention=found)
         ks, vs, a = ks + [k1], vs + [v1], a + 1
+      kept[-1] = kept[-1].replace(products=made if keep == 'products' else None)
     stack = lambda new, old: jnp.stack(new) if new else old
     out = (stack(ks, k), stack(vs, v), stack(deltas, delta), stack(convs, conv))
     return h, (out, kept if keep else None)
@@ -238,7 +241,8 @@ def _attend_back(model, replay, view: View, trained, whole, kept: Kept, k_own, v
   whole(trained) is the layer's block. dh None: of its keys and values alone; so where `spare` is true.
   """
   segment = view.segment
-  first = lambda p, h: layers.attention_in(model, whole(p), h, view.tables)
+  known = kept.products or (None, None)
+  first = lambda p, h: layers.attention_in(model, whole(p), h, view.tables, known[0])[0]
   spent = lambda x, dtype: jnp.moveaxis(
       lax.dynamic_slice_in_dim(x, view.at, segment.tokens.size, 1).reshape(
           model.kv_heads, *segment.tokens.shape, -1), 0, 2).astype(dtype)
@@ -246,7 +250,7 @@ def _attend_back(model, replay, view: View, trained, whole, kept: Kept, k_own, v
     (k, v), pull_in = jax.vjp(lambda p, h: first(p, h)[1:3], trained, kept.h)
     return *pull_in((spent(dk_own, k.dtype), spent(dv_own, v.dtype))), dk, dv, dk_own, dv_own
   h, (o, lse) = kept.h, kept.attention
-  last = lambda p, h, o, gate: layers.attention_out(model, whole(p), h, o, gate)
+  last = lambda p, h, o, gate: layers.attention_out(model, whole(p), h, o, gate, known[1])[0]
   (q, k, v, gate), pull_in = jax.vjp(first, trained, h)
   dp_out, dh_out, do, dgate = _unless(spare, lambda: jax.vjp(last, trained, h, o, gate)[1](dh))
   if spare is not None:  # no row sees a key
@@ -268,7 +272,8 @@ def _attend_back(model, replay, view: View, trained, whole, kept: Kept, k_own, v
 
 def _delta_back(model, segment: Segment, trained, whole, kept: Kept, before, dh, dafter):
   """A DeltaNet layer pulled back: cotangents of `trained`, its input and the state before; dh None: of the state after alone."""
-  f = lambda p, h, d, c: layers.delta_layer(model, whole(p), h, d, c, segment.length, segment.wide)[dh is None:]
+  f = lambda p, h, d, c: layers.delta_layer(
+      model, whole(p), h, d, c, segment.length, segment.wide, kept.products)[dh is None:3]
   out, pull = jax.vjp(f, trained, kept.h, *before)
   dp, dh, ddelta, dconv = pull(jax.tree.map(lambda c, o: c.astype(o.dtype), (dh, *dafter)[dh is None:], out))
   return dp, dh, ddelta, dconv

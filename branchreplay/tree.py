@@ -57,7 +57,7 @@ def _root(model, replay, count, dtype) -> Path:
   return Path(slots, jax.tree.map(stack, recurrent))
 
 
-def _extend(model, replay, params, split, tree: Tree, path: Path, s, keep: bool):
+def _extend(model, replay, params, split, tree: Tree, path: Path, s, keep: str):
   """Runs segment s on the path above it; the slots it saw, the segment, and what `extend` returns."""
   count, at = tree.tokens.shape[1], tree.path[s]
   above = path.slots.replace(used=at * count)
@@ -94,7 +94,7 @@ def score_tree(model: ModelConfig, replay: ReplayConfig, params: Params, split: 
 
   def step(s, carry):
     path, scores = carry
-    above, _, _, (node, h, _) = _extend(model, replay, params, split, tree, path, s, False)
+    above, _, _, (node, h, _) = _extend(model, replay, params, split, tree, path, s, '')
     own = lax.cond(tree.trained[s], lambda h: head.scores(model, replay, params, split, h, tree.targets[s][None]),
                    lambda h: zeros, h)
     return _enter(tree, path, s, above, node), _put_scores(scores, own, s)
@@ -115,7 +115,7 @@ def replay_tree(model: ModelConfig, replay: ReplayConfig, params: Params, split:
   own = lambda x, at: lax.dynamic_slice_in_dim(x, at * count, count, 2)
 
   def enter(s, path):
-    above, _, _, (node, _, _) = _extend(model, replay, params, split, tree, path, s, False)
+    above, _, _, (node, _, _) = _extend(model, replay, params, split, tree, path, s, '')
     return _enter(tree, path, s, above, node)
 
   def train(s, h, scores, grads):
@@ -128,7 +128,7 @@ def replay_tree(model: ModelConfig, replay: ReplayConfig, params: Params, split:
     path, scores, dk, dv, drecurrent, grads = carry
     s = tree.order[i]
     path = lax.fori_loop(tree.enter[i], s, enter, path)
-    above, before, segment, (node, h, kept) = _extend(model, replay, params, split, tree, path, s, True)
+    above, before, segment, (node, h, kept) = _extend(model, replay, params, split, tree, path, s, 'layers')
     scores, dh, grads = lax.cond(
         tree.trained[s], train, lambda s, h, scores, grads: (scores, jnp.zeros_like(h), grads), s, h, scores, grads)
     at, level = tree.path[s], tree.level[s]

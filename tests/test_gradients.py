@@ -183,7 +183,7 @@ def test_vjp_of_scan_prefix_is_the_pullback():
     for r in range(2):
       delta, full = jax.tree.map(lambda x: x[r], params.blocks)
       h = full_sequence._delta_layer(shape, delta, h)
-      total += model.attention_in(shape, full, h, tables)[1].sum()
+      total += model.attention_in(shape, full, h, tables)[0][1].sum()
       h = full_sequence._attention_layer(shape, 'full', full, h, tables)
     return total
 
