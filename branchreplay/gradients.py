@@ -84,9 +84,9 @@ def _grid(replay, group):
       **{name: _padded(getattr(group, name), rows) for name in ('inputs', 'targets', 'length')})
 
 
-def _keep_of(replay) -> str:
+def kept_of_branches(keep: str) -> str:
   """What is kept of a micro-batch's forward, whose tokens are few: products too where each layer's input is kept of the prefix."""
-  return 'products' if replay.keep in ('layers', 'products') else 'layers'
+  return 'products' if keep in ('layers', 'products') else 'layers'
 
 
 @struct.dataclass
@@ -100,7 +100,8 @@ class Forward:
 def _run_forward(model, replay, params, split, part: MicroBatch, captured: Captured) -> Forward:
   """What `retract` needs of a micro-batch's segments; with keep=layers and products nothing is run twice."""
   cache, node = captured.state.slots, _open_node(model, replay, captured, part)
-  n, storing = branches.segment_count(replay, part), _keep_of(replay) == 'products' and replay.branch_segments > 1
+  n = branches.segment_count(replay, part)
+  storing = replay.branch_segments > 1 and kept_of_branches(replay.keep) == 'products'
   put = lambda total, x, j: jax.tree.map(lambda t, x: lax.dynamic_update_index_in_dim(t, x, j, 0), total, x)
   run = lambda j, node: extend(model, replay, params, split, cache, node, branches.segment(replay, part, j), 'products' if storing else '',
                                outputs=storing)
@@ -144,7 +145,7 @@ def replay_branches(model, replay, params: Params, split: Params, group, capture
       segment, before = branches.segment(replay, part, j), take(done.before, j)
       node = State(slots.replace(used=jnp.int32(j * segment.tokens.size)), before)
       if done.made is None:
-        node, h, kept = extend(model, replay, params, split, cache, node, segment, _keep_of(replay))
+        node, h, kept = extend(model, replay, params, split, cache, node, segment, kept_of_branches(replay.keep))
       else:
         node, (h, kept) = State(slots.replace(used=jnp.int32((j + 1) * segment.tokens.size)), before), take(done.made, j)
       targets = own(part.targets, j)

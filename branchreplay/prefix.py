@@ -39,15 +39,18 @@ STACKED_CAPTURED = jax.tree.map(lambda s: P(mesh.DATA, *s), CAPTURED_SPEC,
                                 is_leaf=lambda s: isinstance(s, P))
 
 
-def kept_bytes(model: ModelConfig, replay: ReplayConfig, seq: int, dtype) -> dict[str, int]:
-  """Bytes a device that each of config.KEEPS holds beside the state of a prefix as long as the capacity."""
-  item = jnp.dtype(dtype).itemsize
-  positions = replay.prefix_segments * replay.segment_len // seq
-  lse = jnp.dtype(at_least_f32(dtype)).itemsize
+def kept_of_position(model: ModelConfig, dtype) -> dict[str, int]:
+  """Bytes that each of config.KEEPS holds of a position."""
+  item, lse = jnp.dtype(dtype).itemsize, jnp.dtype(at_least_f32(dtype)).itemsize
   attended = model.repeats * model.attention_per_repeat * model.heads * (model.head_dim * item + lse)
   inputs = attended + model.layers * model.width * item
-  kept = {'state': 0, 'attention': attended, 'layers': inputs, 'products': inputs + product_channels(model) * item}
-  return {keep: positions * size for keep, size in kept.items()}
+  return {'state': 0, 'attention': attended, 'layers': inputs, 'products': inputs + product_channels(model) * item}
+
+
+def kept_bytes(model: ModelConfig, replay: ReplayConfig, seq: int, dtype) -> dict[str, int]:
+  """Bytes a device that each of config.KEEPS holds beside the state of a prefix as long as the capacity."""
+  positions = replay.prefix_segments * replay.segment_len // seq
+  return {keep: positions * size for keep, size in kept_of_position(model, dtype).items()}
 
 
 def segment_count(prefix, length):

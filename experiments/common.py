@@ -232,7 +232,7 @@ def program_bytes(report, of: str = '') -> int:
 
 
 def fit_keep(model, replay, seq: int, dtype, captures: int = 1):
-  """`replay` with keep=auto settled: the most that fits in an eighth of a device's memory, `captures` times.
+  """`replay` with keep=auto settled: the most that fits in an eighth of a device's memory, `captures` times and of a micro-batch.
 
   Of all its memory, so that a run taken up on the same machine does as it did before; of the
   process that has least.
@@ -240,7 +240,9 @@ def fit_keep(model, replay, seq: int, dtype, captures: int = 1):
   if replay.keep != 'auto':
     return replay
   room, sizes = device_bytes() // 8, prefix.kept_bytes(model, replay, seq, dtype)
-  fitting = sum(captures * sizes[keep] <= room for keep in config.KEEPS)  # they grow
+  tokens = replay.replay_batch * replay.branch_segments * replay.branch_segment_len // seq
+  of_branches = lambda keep: tokens * prefix.kept_of_position(model, dtype)['products'] if keep in ('layers', 'products') else 0
+  fitting = sum(captures * sizes[keep] + of_branches(keep) <= room for keep in config.KEEPS)  # they grow
   return dataclasses.replace(replay, keep=config.KEEPS[processes.from_all(fitting).min() - 1])
 
 

@@ -16,8 +16,9 @@ import jax
 from jax.sharding import AbstractMesh
 import numpy as np
 
-from branchreplay import config, mesh, model, objectives, stream
+from branchreplay import config, mesh, model, objectives, prefix, stream
 from branchreplay.config import ModelConfig, ObjectiveConfig, ReplayConfig, UserError
+from branchreplay.gradients import kept_of_branches
 from branchreplay.lora import trainable
 from experiments import common, fit, roofline, work
 
@@ -43,7 +44,7 @@ class Plan:
   row_block: int = 2048  # query rows per block of the attention loops
   vocab_rows: int = 1024  # positions whose logits exist at once
   mode: str = 'exact'  # exact | detached | depth=K
-  keep: str = 'state'  # state | attention | layers | auto: what the pull need not compute again; auto: the most that fits
+  keep: str = 'state'  # state | attention | layers | products | auto: what the way back need not compute again; auto: the most that fits
   accumulate_dtype: str = 'float32'  # sums of gradients, and of dK/dV
   cotangent_dtype: str = ''  # of dK/dV, if not accumulate_dtype
   history_dtype: str = ''  # of the recurrent states kept for the pull, if not float32
@@ -92,7 +93,10 @@ def working_bytes(shape: ModelConfig, replay: ReplayConfig, devices: int, dtype:
   layer = max(sum(x.size for x in jax.tree.leaves(block)) // m.repeats for block in model.shapes(m).blocks)
   weights = 2 * layer * size if replay.shard_params and devices > 1 else 0  # gathered, and what is trained of it in flight
 
-  def step(total, backward):
+  kept = prefix.kept_of_position(shape, dtype)
+  keep = kept_of_branches(replay.keep)
+
+  def step(total, backward, keep='layers'):
     t, rows = total // devices, total * m.heads * m.head_dim
     own = 2 * attention * m.kv_heads * t * m.head_dim * size
     values = -(-m.delta_value_heads // devices)
@@ -102,16 +106,16 @@ def working_bytes(shape: ModelConfig, replay: ReplayConfig, devices: int, dtype:
     attended = rows * (size + f32) if attention else 0  # queries, and what comes of them in float32
     hidden = t * (m.width + m.mlp_width) * size
     if not backward:
-      return own + max(attended + hidden, delta + hidden, 3 * hidden)
-    keeps = m.layers * t * m.width * size + attention * (rows // devices * size + t * m.heads * f32)
-    return keeps + 2 * own + max(3 * attended + 2 * hidden, 4 * delta + 2 * states + 2 * hidden, 5 * hidden)
+      return own + t * kept[replay.kept] + max(attended + hidden, delta + hidden, 3 * hidden)
+    return t * kept[keep] + 2 * own + max(3 * attended + 2 * hidden, 4 * delta + 2 * states + 2 * hidden, 5 * hidden)
 
   logits = min(replay.vocab_rows, replay.branch_segment_len * replay.replay_batch) * m.vocab_size * f32
   branch = replay.branch_segment_len * replay.replay_batch
   one_layer = 2 * replay.prefix_segments * replay.segment_len // devices * m.kv_heads * m.head_dim * f32 if replay.offload else 0
+  stored = branch // devices * replay.branch_segments * kept[keep] if keep == 'products' and replay.branch_segments > 1 else 0
   return {'capture': weights + step(replay.segment_len, False),
-          'replay': 2 * weights + step(branch, True) + 2 * logits // (devices if replay.shard_params else 1) + one_layer,
-          'pull': 2 * weights + step(replay.segment_len, True) + one_layer}
+          'replay': 2 * weights + step(branch, True, keep) + stored + 2 * logits // (devices if replay.shard_params else 1) + one_layer,
+          'pull': 2 * weights + step(replay.segment_len, True, max('layers', replay.kept, key=config.KEEPS.index)) + one_layer}
 
 
 def phase_bytes(shape, replay, devices: int, branches: int, branch_len: int, dtype: str) -> tuple[dict, dict]:

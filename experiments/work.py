@@ -8,7 +8,7 @@ Counted from shapes, nothing runs: seconds, for any model of config.py. The sour
 A position's matrix products count 2 FLOPs a weight. Linear layers: a forward 1, a backward 2, the
 rematerialised forward 1 (every variant rematerialises). Attention: 4 H h FLOPs a visible key
 forward, 2.5 times that backward. Capture is one more forward of the prompt, the pull replays and
-pulls back once.
+pulls back once; of the prompt the last layer makes its keys and values alone, where it is attention.
 """
 import dataclasses
 
@@ -57,6 +57,15 @@ def key_flops(model: ModelConfig, start: int, count: int) -> float:
   return 4.0 * model.heads * model.head_dim * model.repeats * sum(keys(kind) for kind in model.pattern)
 
 
+def prefix_flops(model: ModelConfig, count: int) -> tuple[float, float]:
+  """Of a prefix's forward, in linear layers and over keys: of a last layer of attention, whose output nobody reads, keys and values alone."""
+  linear, keys = linear_flops(model) * count, key_flops(model, 0, count)
+  if model.pattern[-1] == 'deltanet':
+    return linear, keys
+  last = dataclasses.replace(model, pattern=model.pattern[-1:], repeats=1)
+  return linear - 2.0 * count * model.width * (model.heads * model.head_dim + 3 * model.mlp_width), keys - key_flops(last, 0, count)
+
+
 def update_work(model: ModelConfig, prefix: int, branches: int, branch_len: int, mode: str) -> dict:
   """Positions that go through forward and backward, and FLOPs, of one group's update.
 
@@ -68,8 +77,8 @@ def update_work(model: ModelConfig, prefix: int, branches: int, branch_len: int,
     flops = branches * (4 * linear * whole + (2 + 2.5) * key_flops(model, 0, whole))
     return {'positions': branches * whole, 'flops': flops + head}
   own = branches * (4 * linear * branch_len + (1 + 2.5) * key_flops(model, prefix, branch_len))
-  forward = linear * prefix + key_flops(model, 0, prefix)
-  pull = 4 * linear * prefix + (1 + 2.5) * key_flops(model, 0, prefix)
+  once, keys = prefix_flops(model, prefix)
+  forward, pull = once + keys, 4 * once + (1 + 2.5) * keys
   return {'positions': prefix + branches * branch_len,
           'flops': own + forward + head + (pull if mode == 'exact' else 0.0)}
 

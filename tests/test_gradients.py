@@ -1,6 +1,7 @@
 """Invariants 1-7 of the design: branch replay against plain autodiff on full sequences."""
 import dataclasses
 import functools
+import re
 
 from hypothesis import given, settings, strategies as st
 import jax
@@ -8,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from branchreplay import config, full_sequence, gradients, mesh, model, objectives, prefix, rope
+from branchreplay import branches, config, full_sequence, gradients, lora, mesh, model, objectives, prefix, rope
 from experiments import memory
 from tests.engine import DEEP, OBJECTIVE, REPLAY, SMALL, distance, flat, function, gradient, make, parameters
 
 RAGGED = [20, 0, 1, 9, 8]
+PACKED = dataclasses.replace(SMALL, pattern=('window', 'full'), repeats=2, window=11)
 
 
 @pytest.mark.parametrize('shape, devices, changes', [
@@ -58,6 +60,16 @@ def test_bfloat16_is_as_good_as_full_sequences():
     found.append((distance(of(low), truth), distance(of(low, full_sequence=True), truth)))
   got, plain = np.median(found, 0)
   assert got <= min(0.03, 1.1 * plain)
+
+
+def test_branches_exchange_float32_and_prefixes_their_dtype():
+  sizes, group = dataclasses.replace(REPLAY, mode='detached', accumulate_dtype='float32'), make(SMALL, 40, [7, 3])
+  mesh_, low = mesh.make_mesh(1, 2), model.shapes(SMALL, 'bfloat16')
+  exchanged = lambda lowered: set(re.findall(r'all_to_all.*->.*x(\w+)>', lowered.as_text()))
+  capture = gradients.capture_function(mesh_, SMALL, sizes, group)
+  assert exchanged(capture.lower(low, group)) == {'bf16'}
+  update = gradients.gradient_function(mesh_, SMALL, sizes, objectives.make_objective('grpo', OBJECTIVE), group, with_captured=True)
+  assert exchanged(update.lower(low, group, jax.eval_shape(capture, low, group))) == {'f32'}
 
 
 def test_full_sequence_equals_one_plain_grad():
@@ -117,10 +129,63 @@ def test_depth_is_a_dial_between_detached_and_exact():
 
 
 @pytest.mark.parametrize('shape, devices, keep', [
-    (SMALL, 1, 'attention'), pytest.param(DEEP, 8, 'attention', marks=pytest.mark.slow), pytest.param(DEEP, 8, 'layers', marks=pytest.mark.slow)])
+    (SMALL, 1, 'attention'), (DEEP, 2, 'products'), (PACKED, 2, 'layers'), pytest.param(DEEP, 8, 'attention', marks=pytest.mark.slow),
+    pytest.param(DEEP, 8, 'layers', marks=pytest.mark.slow)])
 def test_what_a_capture_keeps_changes_nothing(shape, devices, keep):
   group = make(shape, 77, [20, 0, 1, 9])
   assert distance(gradient(shape, group, devices, keep=keep), gradient(shape, group, devices)) <= 1e-14
+
+
+def test_branches_of_attention_layers_are_packed():
+  """Ragged branches one behind another: exact, scored or not, and no segment is spent on padding."""
+  sizes = [1, 20, 0, 3, 9, 1]
+  group = make(PACKED, 45, sizes)
+  for name, changes in (('grpo', {'keep': 'products'}), ('gspo', {'keep': 'state', 'replay_batch': 4})):
+    objective = dataclasses.replace(OBJECTIVE, kl_coef=0.0)
+    got = gradient(PACKED, group, 2, name=name, objective=objective, **({'replay_batch': 6} | changes))
+    want = gradient(PACKED, group, 1, True, name=name, objective=objective)
+    assert distance(got, want) <= 1e-10
+    mask = group.mask > 0
+    np.testing.assert_allclose(got.scores.logprob[mask], want.scores.logprob[mask], atol=1e-12)
+  one = jax.tree.map(lambda x: jnp.asarray(x[0]), group)
+  for shape, count in ((PACKED, 1), (SMALL, 3)):  # 34 tokens in rows of 6 * 8; a row each of 8 for the longest
+    assert branches.segment_count(REPLAY, branches.micro_batch(shape, REPLAY, one, 0, 6)) == count
+
+
+@pytest.mark.parametrize('repeats', [1, 2])
+def test_a_prefix_does_not_run_the_end_of_its_last_layer(repeats):
+  """Nobody reads its output: what is not a number there does not reach the pullback."""
+  shape = dataclasses.replace(SMALL, repeats=repeats)
+  params = parameters(shape)
+  delta, full = params.blocks
+  spoilt = full.mlp.down.at[-1].set(np.nan)
+  params = params.replace(blocks=(delta, full.replace(mlp=full.mlp.replace(down=spoilt))))
+  split = mesh.split_tree(model.shapes(shape), 1, False)
+
+  def local(params, tokens):
+    run = functools.partial(prefix.scan_prefix, shape, REPLAY, split, tokens, jnp.int32(40))
+    state, pullback = jax.vjp(run, params)
+    return pullback(jax.tree.map(lambda x: jnp.ones_like(x) if jnp.issubdtype(x.dtype, jnp.floating)
+                                 else np.zeros(x.shape, jax.dtypes.float0), state))[0]
+
+  spec = jax.sharding.PartitionSpec()
+  grads = mesh.sharded(mesh.make_mesh(1, 1), local, (spec, spec), spec)(params, np.ones((3, 32), np.int32))
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(grads)) and np.abs(grads.blocks[1].mixer.k[-1]).max() > 0
+
+
+def test_products_are_pulled_back_as_matmuls():
+  rng = np.random.default_rng(0)
+  x, weight, d = (jnp.asarray(rng.normal(size=size)) for size in ((2, 3, 5), (5, 4), (2, 3, 4)))
+  want, pull = jax.vjp(jnp.matmul, x, weight)
+  for known in (None, [want]):
+    (got,), pull_back = jax.vjp(lambda x, w: lora.products(x, (w,), known), x, weight)
+    np.testing.assert_allclose(got, want, rtol=1e-14)
+    for a, b in zip(pull_back((d,)), pull(d)):
+      np.testing.assert_allclose(a, b, rtol=1e-13)
+  low = jax.tree.map(lambda y: y.astype(jnp.bfloat16), (x, weight))
+  (wide,), pull_back = jax.vjp(lambda x, w: lora.products(x, (w,), wide=True), *low)
+  assert wide.dtype == jnp.float32 and [y.dtype for y in pull_back((wide,))] == [jnp.bfloat16] * 2
+  np.testing.assert_allclose(wide, jnp.matmul(*(y.astype(jnp.float32) for y in low)), rtol=1e-5)
 
 
 def test_a_capture_that_keeps_layers_serves_several_updates():
