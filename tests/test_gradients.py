@@ -129,7 +129,8 @@ def test_depth_is_a_dial_between_detached_and_exact():
 
 
 @pytest.mark.parametrize('shape, devices, keep', [
-    (SMALL, 1, 'attention'), (DEEP, 2, 'products'), (PACKED, 2, 'layers'), pytest.param(DEEP, 8, 'attention', marks=pytest.mark.slow),
+    (SMALL, 1, 'attention'), (SMALL, 2, 'products'), (PACKED, 2, 'layers'), pytest.param(DEEP, 2, 'products', marks=pytest.mark.slow),
+    pytest.param(DEEP, 8, 'attention', marks=pytest.mark.slow),
     pytest.param(DEEP, 8, 'layers', marks=pytest.mark.slow)])
 def test_what_a_capture_keeps_changes_nothing(shape, devices, keep):
   group = make(shape, 77, [20, 0, 1, 9])
