@@ -10,8 +10,8 @@ import math
 LAYER_KINDS = ('full', 'window', 'deltanet')
 LORA_TARGETS = ('q', 'k', 'v', 'out', 'gate', 'qkv', 'z', 'beta', 'decay', 'up', 'down')  # matrices of a layer
 ATTENTIONS = ('auto', 'blocks', 'tokamax', 'cudnn')  # see kernels.py
-# Of a prefix's forward: its state only; attention's output and LSE; each layer's input too; the products of its matrices too.
-KEEPS = ('state', 'attention', 'layers', 'products')
+# Of a prefix's forward: its state only; attention's output and LSE; each layer's input too. Of branches': see gradients.kept_of_branches.
+KEEPS = ('state', 'attention', 'layers')
 DTYPES = ('bfloat16', 'float32', 'float64')
 ALL_SEGMENTS = 2**30  # more segments than any prefix has
 
@@ -79,7 +79,7 @@ class ReplayConfig:
   block_len: int = 1  # branch tokens that see each other in attention (block diffusion); 1: causal
   replay_batch: int = 1  # branches replayed at once; memory grows with it
   mode: str = 'exact'  # exact | detached | depth=K: prefix segments to pull through
-  keep: str = 'state'  # state | attention | layers | products | auto: what the way back need not compute again, by the memory there is
+  keep: str = 'state'  # state | attention | layers | auto: what the way back need not compute again, by the memory there is
   attention: str = 'blocks'  # blocks | auto, tokamax or cudnn: kernels of an accelerator, see accelerators.settle
   key_block: int = 256  # keys per block of the attention loops
   row_block: int = 128  # query rows per block of the attention loops

@@ -85,8 +85,8 @@ def _grid(replay, group):
 
 
 def kept_of_branches(keep: str) -> str:
-  """What is kept of a micro-batch's forward, whose tokens are few: products too where each layer's input is kept of the prefix."""
-  return 'products' if keep in ('layers', 'products') else 'layers'
+  """What is kept of a micro-batch's forward, whose tokens are few: matrix products too where each layer's input is kept of the prefix."""
+  return 'products' if keep == 'layers' else 'layers'
 
 
 @struct.dataclass
@@ -98,13 +98,13 @@ class Forward:
 
 
 def _run_forward(model, replay, params, split, part: MicroBatch, captured: Captured) -> Forward:
-  """What `retract` needs of a micro-batch's segments; with keep=layers and products nothing is run twice."""
+  """What `retract` needs of a micro-batch's segments; with keep=layers nothing is run twice."""
   cache, node = captured.state.slots, _open_node(model, replay, captured, part)
   n = branches.segment_count(replay, part)
   storing = replay.branch_segments > 1 and kept_of_branches(replay.keep) == 'products'
+  keep = 'products' if storing else ''
   put = lambda total, x, j: jax.tree.map(lambda t, x: lax.dynamic_update_index_in_dim(t, x, j, 0), total, x)
-  run = lambda j, node: extend(model, replay, params, split, cache, node, branches.segment(replay, part, j), 'products' if storing else '',
-                               outputs=storing)
+  run = lambda j, node: extend(model, replay, params, split, cache, node, branches.segment(replay, part, j), keep, outputs=storing)
   room = lambda tree: jax.tree.map(lambda x: jnp.zeros((replay.branch_segments, *x.shape), x.dtype), tree)
   made = room(jax.eval_shape(run, jnp.int32(0), node)[1:]) if storing else None
 

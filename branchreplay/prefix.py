@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from branchreplay import mesh
 from branchreplay import state as states
 from branchreplay.attention import at_least_f32
-from branchreplay.config import ALL_SEGMENTS, ModelConfig, ReplayConfig
+from branchreplay.config import ALL_SEGMENTS, KEEPS, ModelConfig, ReplayConfig
 from branchreplay.lora import trainable
 from branchreplay.model import Params, product_channels
 from branchreplay.replay import Segment, extend, retract
@@ -40,7 +40,7 @@ STACKED_CAPTURED = jax.tree.map(lambda s: P(mesh.DATA, *s), CAPTURED_SPEC,
 
 
 def kept_of_position(model: ModelConfig, dtype) -> dict[str, int]:
-  """Bytes that each of config.KEEPS holds of a position."""
+  """Bytes that each of config.KEEPS holds of a position, and `products`, as branches' may be, too."""
   item, lse = jnp.dtype(dtype).itemsize, jnp.dtype(at_least_f32(dtype)).itemsize
   attended = model.repeats * model.attention_per_repeat * model.heads * (model.head_dim * item + lse)
   inputs = attended + model.layers * model.width * item
@@ -50,7 +50,7 @@ def kept_of_position(model: ModelConfig, dtype) -> dict[str, int]:
 def kept_bytes(model: ModelConfig, replay: ReplayConfig, seq: int, dtype) -> dict[str, int]:
   """Bytes a device that each of config.KEEPS holds beside the state of a prefix as long as the capacity."""
   positions = replay.prefix_segments * replay.segment_len // seq
-  return {keep: positions * size for keep, size in kept_of_position(model, dtype).items()}
+  return {keep: positions * kept_of_position(model, dtype)[keep] for keep in KEEPS}
 
 
 def segment_count(prefix, length):
@@ -70,8 +70,7 @@ def _node(model, count, recurrent, dtype) -> State:
 def _run_segment(model, replay, params, split, prefix, length, i, slots, recurrent):
   """Segment i forward: the node after it, and what the configuration keeps of it (None for nothing)."""
   segment, node = _segment(prefix, length, i), _node(model, prefix.shape[1], recurrent, params.embed.dtype)
-  keep = {'state': '', 'attention': 'layers'}.get(replay.kept, replay.kept)
-  node, _, kept = extend(model, replay, params, split, slots, node, segment, keep, outputs=False)
+  node, _, kept = extend(model, replay, params, split, slots, node, segment, '' if replay.kept == 'state' else 'layers', outputs=False)
   if replay.kept == 'attention':
     kept = [place.attention for place in kept]
   return node, kept
@@ -151,7 +150,7 @@ def pull_segments(model: ModelConfig, replay: ReplayConfig, params: Params, spli
     segment, at = _segment(prefix, length, i), i * count
     slots = captured.state.slots
     earlier, own = slots.replace(used=jnp.int32(at)), lambda x, axis=2: lax.dynamic_slice_in_dim(x, at, count, axis)
-    if replay.kept in ('layers', 'products'):
+    if replay.kept == 'layers':
       node = State(Slots(own(slots.k), own(slots.v), own(slots.position, 0), own(slots.branch, 0), jnp.int32(count)), before)
     else:
       node, _, kept = extend(model, replay, params, split, earlier, _node(model, count, before, dtype), segment, 'layers', kept,

@@ -25,7 +25,7 @@ from branchreplay import state as states
 from branchreplay.attention import at_least_f32
 from branchreplay.batch import Scores
 from branchreplay.config import ALL_SEGMENTS, ModelConfig, ReplayConfig, UserError
-from branchreplay.gradients import Result
+from branchreplay.gradients import Result, kept_of_branches
 from branchreplay.model import Params
 from branchreplay.objectives import Objective
 from branchreplay.prefix import zero_gradients
@@ -128,7 +128,7 @@ def replay_tree(model: ModelConfig, replay: ReplayConfig, params: Params, split:
     path, scores, dk, dv, drecurrent, grads = carry
     s = tree.order[i]
     path = lax.fori_loop(tree.enter[i], s, enter, path)
-    above, before, segment, (node, h, kept) = _extend(model, replay, params, split, tree, path, s, 'layers')
+    above, before, segment, (node, h, kept) = _extend(model, replay, params, split, tree, path, s, kept_of_branches(replay.keep))
     scores, dh, grads = lax.cond(
         tree.trained[s], train, lambda s, h, scores, grads: (scores, jnp.zeros_like(h), grads), s, h, scores, grads)
     at, level = tree.path[s], tree.level[s]

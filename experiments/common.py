@@ -241,7 +241,7 @@ def fit_keep(model, replay, seq: int, dtype, captures: int = 1):
     return replay
   room, sizes = device_bytes() // 8, prefix.kept_bytes(model, replay, seq, dtype)
   tokens = replay.replay_batch * replay.branch_segments * replay.branch_segment_len // seq
-  of_branches = lambda keep: tokens * prefix.kept_of_position(model, dtype)['products'] if keep in ('layers', 'products') else 0
+  of_branches = lambda keep: tokens * prefix.kept_of_position(model, dtype)['products'] if keep == 'layers' else 0
   fitting = sum(captures * sizes[keep] + of_branches(keep) <= room for keep in config.KEEPS)  # they grow
   return dataclasses.replace(replay, keep=config.KEEPS[processes.from_all(fitting).min() - 1])
 

@@ -44,7 +44,7 @@ class Plan:
   row_block: int = 2048  # query rows per block of the attention loops
   vocab_rows: int = 1024  # positions whose logits exist at once
   mode: str = 'exact'  # exact | detached | depth=K
-  keep: str = 'state'  # state | attention | layers | products | auto: what the way back need not compute again; auto: the most that fits
+  keep: str = 'state'  # state | attention | layers | auto: what the way back need not compute again; auto: the most that fits
   accumulate_dtype: str = 'float32'  # sums of gradients, and of dK/dV
   cotangent_dtype: str = ''  # of dK/dV, if not accumulate_dtype
   history_dtype: str = ''  # of the recurrent states kept for the pull, if not float32
@@ -115,7 +115,7 @@ def working_bytes(shape: ModelConfig, replay: ReplayConfig, devices: int, dtype:
   stored = branch // devices * replay.branch_segments * kept[keep] if keep == 'products' and replay.branch_segments > 1 else 0
   return {'capture': weights + step(replay.segment_len, False),
           'replay': 2 * weights + step(branch, True, keep) + stored + 2 * logits // (devices if replay.shard_params else 1) + one_layer,
-          'pull': 2 * weights + step(replay.segment_len, True, max('layers', replay.kept, key=config.KEEPS.index)) + one_layer}
+          'pull': 2 * weights + step(replay.segment_len, True) + one_layer}
 
 
 def phase_bytes(shape, replay, devices: int, branches: int, branch_len: int, dtype: str) -> tuple[dict, dict]:

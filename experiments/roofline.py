@@ -32,7 +32,7 @@ class Roofline:
   branch_len: int = 128  # tokens of a response
   branches: int = 4  # responses of the prompt
   segment_len: int = 1024  # positions of a prefix segment
-  keep: str = 'auto'  # state | attention | layers | products | auto: what the way back need not compute again
+  keep: str = 'auto'  # state | attention | layers | auto: what the way back need not compute again
   attention: str = 'auto'  # blocks | auto, tokamax or cudnn: kernels of an accelerator
   row_block: int = 256  # query rows per block of the attention loops
   key_block: int = 256  # keys per block of the attention loops
@@ -69,9 +69,9 @@ def matmul_rate(mesh_, size: int, dtype: str, rounds: int) -> float:
 
 
 def phase_flops(shape: ModelConfig, keep: str, prefix_len: int, branches: int, branch_len: int) -> dict:
-  """FLOPs of capture, replay and pull; a retract's linear layers count 3 forwards, 2 with their products, and its attention 2.5."""
+  """FLOPs of capture, replay and pull; a retract's linear layers count 3 forwards, 2 where their products are kept, its attention 2.5."""
   linear, keys = work.prefix_flops(shape, prefix_len)
-  again = {'state': (1, 1), 'attention': (1, 0), 'layers': (0, 0), 'products': (-1, 0)}[keep]
+  again = {'state': (1, 1), 'attention': (1, 0), 'layers': (0, 0)}[keep]
   replayed = 4 if gradients.kept_of_branches(keep) == 'layers' else 3
   head = 2.0 * shape.width * shape.vocab_size * branch_len * 4
   return {'capture': linear + keys,

@@ -26,7 +26,7 @@ class Speed:
   branches: int = 16  # responses of the prompt
   segment_len: int = 1024  # positions of a prefix segment
   replay_batch: int = 16  # branches replayed at once
-  keep: str = 'auto'  # state | attention | layers | products | auto: what the way back need not compute again
+  keep: str = 'auto'  # state | attention | layers | auto: what the way back need not compute again
   attention: str = 'auto'  # blocks | auto, tokamax or cudnn: kernels of an accelerator
   row_block: int = 256  # query rows per block of the attention loops
   key_block: int = 256  # keys per block of the attention loops

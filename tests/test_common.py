@@ -221,11 +221,10 @@ def test_keep_auto_is_the_most_that_fits(monkeypatch):
   shape, replay = config.preset('bench'), ReplayConfig(keep='auto', prefix_capacity=8192)
   sizes = prefix.kept_bytes(shape, replay, 2, 'float32')
   assert 0 == sizes['state'] < sizes['attention'] < sizes['layers'] == 4096 * 4 * (4 * (64 * 4 + 4) + 256 * 4)
-  assert sizes['products'] == sizes['layers'] + 4096 * 4 * 4 * (2 * 256 + 2 * 128 + 2 * 768)
-  branch = 64 // 2 * sizes['products'] // 4096  # of a branch, of which the products are kept from `layers` on
-  layers, products = sizes['layers'] + branch, sizes['products'] + branch
-  for room, captures, keep in ((products, 1, 'products'), (products - 1, 1, 'layers'), (layers, 1, 'layers'),
-                               (layers + sizes['layers'] - 1, 2, 'attention'), (layers - 1, 1, 'attention'), (sizes['attention'] - 1, 1, 'state')):
+  products = 4 * 4 * (2 * 256 + 2 * 128 + 2 * 768)  # of a position, kept of branches
+  layers = sizes['layers'] + 64 // 2 * (sizes['layers'] // 4096 + products)
+  for room, captures, keep in ((layers, 1, 'layers'), (layers + sizes['layers'] - 1, 2, 'attention'), (layers - 1, 1, 'attention'),
+                               (sizes['attention'] - 1, 1, 'state')):
     monkeypatch.setattr(common, 'device_bytes', lambda: 8 * room)
     assert common.fit_keep(shape, replay, 2, 'float32', captures).keep == keep
     assert common.fit_keep(shape, dataclasses.replace(replay, keep='attention'), 2, 'float32').keep == 'attention'

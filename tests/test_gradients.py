@@ -129,7 +129,7 @@ def test_depth_is_a_dial_between_detached_and_exact():
 
 
 @pytest.mark.parametrize('shape, devices, keep', [
-    (SMALL, 1, 'attention'), (SMALL, 2, 'products'), (PACKED, 2, 'layers'), pytest.param(DEEP, 2, 'products', marks=pytest.mark.slow),
+    (SMALL, 1, 'attention'), (SMALL, 2, 'layers'), (PACKED, 2, 'layers'),
     pytest.param(DEEP, 8, 'attention', marks=pytest.mark.slow),
     pytest.param(DEEP, 8, 'layers', marks=pytest.mark.slow)])
 def test_what_a_capture_keeps_changes_nothing(shape, devices, keep):
@@ -141,7 +141,7 @@ def test_branches_of_attention_layers_are_packed():
   """Ragged branches one behind another: exact, scored or not, and no segment is spent on padding."""
   sizes = [1, 20, 0, 3, 9, 1]
   group = make(PACKED, 45, sizes)
-  for name, changes in (('grpo', {'keep': 'products'}), ('gspo', {'keep': 'state', 'replay_batch': 4})):
+  for name, changes in (('grpo', {'keep': 'layers'}), ('gspo', {'keep': 'state', 'replay_batch': 4})):
     objective = dataclasses.replace(OBJECTIVE, kl_coef=0.0)
     got = gradient(PACKED, group, 2, name=name, objective=objective, **({'replay_batch': 6} | changes))
     want = gradient(PACKED, group, 1, True, name=name, objective=objective)

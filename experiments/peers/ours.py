@@ -22,7 +22,7 @@ class Dials:
   segment_len: int = 1024  # positions of a prefix segment
   replay_batch: int = 16  # branches replayed at once, at most
   branch_segment_len: int = 0  # response tokens of each of them replayed at once; 0: 512 of all together, all where layers are recurrent
-  keep: str = 'layers'  # state | attention | layers | products | auto: what the way back need not compute again
+  keep: str = 'layers'  # state | attention | layers | auto: what the way back need not compute again
   row_block: int = 256  # query rows per block of the attention loops
   key_block: int = 128  # keys per block of the attention loops
 
