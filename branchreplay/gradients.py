@@ -91,34 +91,31 @@ def kept_of_branches(keep: str) -> str:
 
 @struct.dataclass
 class Forward:
-  """A micro-batch run forward on the captured state."""
-  slots: Slots  # of all its segments
+  """A micro-batch run forward on the captured state, but for its last segment."""
+  slots: Slots  # of the segments run
   before: Recurrent  # [segments, ...], the state before each
-  made: Any  # (h, kept) [segments, ...] of each, for `retract`; None: to be made again
+  made: Any  # (h, kept) [segments - 1, ...] of each, for `retract`; None: to be made again
 
 
 def _run_forward(model, replay, params, split, part: MicroBatch, captured: Captured) -> Forward:
-  """What `retract` needs of a micro-batch's segments; with keep=layers nothing is run twice."""
+  """Runs all segments but the last, which is run where it is pulled back; with keep=layers none is run again."""
   cache, node = captured.state.slots, _open_node(model, replay, captured, part)
-  n = branches.segment_count(replay, part)
-  storing = replay.branch_segments > 1 and kept_of_branches(replay.keep) == 'products'
-  keep = 'products' if storing else ''
+  n, more = branches.segment_count(replay, part), replay.branch_segments - 1
+  keep = kept_of_branches(replay.keep) if replay.keep == 'layers' and more else ''
   put = lambda total, x, j: jax.tree.map(lambda t, x: lax.dynamic_update_index_in_dim(t, x, j, 0), total, x)
-  run = lambda j, node: extend(model, replay, params, split, cache, node, branches.segment(replay, part, j), keep, outputs=storing)
-  room = lambda tree: jax.tree.map(lambda x: jnp.zeros((replay.branch_segments, *x.shape), x.dtype), tree)
-  made = room(jax.eval_shape(run, jnp.int32(0), node)[1:]) if storing else None
+  run = lambda j, node: extend(model, replay, params, split, cache, node, branches.segment(replay, part, j), keep, outputs=bool(keep))
+  room = lambda tree, count: jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), tree)
+  made = room(jax.eval_shape(run, jnp.int32(0), node)[1:], more) if keep else None
 
   def step(j, carry):
     node, before, made = carry
     before = put(before, node.recurrent, j)
     node, *new = run(j, node)
-    return node, before, put(made, tuple(new), j) if storing else None
+    return node, before, put(made, tuple(new), j) if keep else None
 
-  carry = node, room(node.recurrent), made
-  if storing or replay.branch_segments > 1:  # the last segment is run where it is pulled back
-    carry = lax.fori_loop(jnp.int32(0), n if storing else n - 1, step, carry)
-  node, before, made = carry
-  return Forward(node.slots, before if storing else put(before, node.recurrent, n - 1), made)
+  carry = node, room(node.recurrent, more + 1), made
+  node, before, made = lax.fori_loop(jnp.int32(0), n - 1, step, carry) if more else carry
+  return Forward(node.slots, put(before, node.recurrent, n - 1), made)
 
 
 def replay_branches(model, replay, params: Params, split: Params, group, captured: Captured, dscores_of,
@@ -143,11 +140,9 @@ def replay_branches(model, replay, params: Params, split: Params, group, capture
       scores, slots, dnode, dk, dv, grads = carry
       j = n - 1 - step
       segment, before = branches.segment(replay, part, j), take(done.before, j)
-      node = State(slots.replace(used=jnp.int32(j * segment.tokens.size)), before)
-      if done.made is None:
-        node, h, kept = extend(model, replay, params, split, cache, node, segment, kept_of_branches(replay.keep))
-      else:
-        node, (h, kept) = State(slots.replace(used=jnp.int32((j + 1) * segment.tokens.size)), before), take(done.made, j)
+      at = lambda j: State(slots.replace(used=jnp.int32(j * segment.tokens.size)), before)
+      run = lambda: extend(model, replay, params, split, cache, at(j), segment, kept_of_branches(replay.keep))
+      node, h, kept = run() if done.made is None else lax.cond(j == n - 1, run, lambda: (at(j + 1), *take(done.made, j)))
       targets = own(part.targets, j)
       new = head.scores(model, replay, params, split, h, targets)
       scores = jax.tree.map(lambda m, x: branches.put_columns(replay, part, m, x, j), scores, new)

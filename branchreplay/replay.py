@@ -37,7 +37,7 @@ class Segment:
   length: Any  # i32 [B], valid positions of the whole segment; padding stands behind
   start: Any  # i32 [], position of the first
   block: int = struct.field(pytree_node=False, default=1)  # positions that see each other in attention; 1: causal
-  wide: bool = struct.field(pytree_node=False, default=True)  # DeltaNet layers exchange float32: half of bfloat16's error, of few tokens
+  wide: bool = struct.field(pytree_node=False, default=True)  # DeltaNet layers exchange float32 at least; a prefix's many tokens do not
   packed: Any = None  # (position, branch) i32 [1, T] of all devices' tokens where branches lie one behind another in a row
 
 
@@ -154,16 +154,14 @@ def _attend(model, replay, view: View, block, h, k_own, v_own, layer, kind, know
   put = lambda x, y: lax.dynamic_update_slice_in_dim(x, _head_major(y, x.dtype), view.at, 1)
   k_own, v_own = put(k_own, k), put(v_own, v)
 
-  def attend():
-    if known is not None:
-      return known
-    problem = _attention_problem(model, replay, view, k_own, v_own, layer, kind, kernels.CHUNK)
-    forward, _ = kernels.pair(replay.attention)
-    o, lse = attention.merge(*forward(_fold_rows(model, q), *problem), _row_shape(model, view.segment))
-    return _unfold(model, o).astype(h.dtype), _unfold(model, lse)
-
   def rest():
-    o, lse = attend()
+    if known is None:
+      problem = _attention_problem(model, replay, view, k_own, v_own, layer, kind, kernels.CHUNK)
+      forward, _ = kernels.pair(replay.attention)
+      o, lse = attention.merge(*forward(_fold_rows(model, q), *problem), _row_shape(model, view.segment))
+      o, lse = _unfold(model, o).astype(h.dtype), _unfold(model, lse)
+    else:
+      o, lse = known
     return *layers.attention_out(model, block, h, o, gate), (o, lse)
 
   h, more, found = _unless(spare, rest)
@@ -181,10 +179,10 @@ def extend(model: ModelConfig, replay: ReplayConfig, params: Params, split: Para
   """Runs `segment` forward on (cache, node).
 
   Returns the node after it, the last layer's output h [B, t, D], and what `retract`
-  needs, a `Kept` of each place in the pattern: keep='layers' without products,
-  'products' with, '' None. The
-  cache is only read: own keys come out of the layer scan and are never copied into
-  it. attended: the (o, lse) of each place from an earlier run, which spares attention.
+  needs, a `Kept` of each place in the pattern: without products for keep='layers',
+  with them for 'products', None for ''. The cache is only read: own keys come out of
+  the layer scan and are never copied into it.
+  attended: the (o, lse) of each place from an earlier run, which spares attention.
   outputs: whether h is read; without, a last layer of attention ends at its keys and values.
   """
   view = _view(model, cache, node, segment)

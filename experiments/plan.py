@@ -112,7 +112,7 @@ def working_bytes(shape: ModelConfig, replay: ReplayConfig, devices: int, dtype:
   logits = min(replay.vocab_rows, replay.branch_segment_len * replay.replay_batch) * m.vocab_size * f32
   branch = replay.branch_segment_len * replay.replay_batch
   one_layer = 2 * replay.prefix_segments * replay.segment_len // devices * m.kv_heads * m.head_dim * f32 if replay.offload else 0
-  stored = branch // devices * replay.branch_segments * kept[keep] if keep == 'products' and replay.branch_segments > 1 else 0
+  stored = branch // devices * (replay.branch_segments - 1) * kept['products'] if replay.keep == 'layers' else 0
   return {'capture': weights + step(replay.segment_len, False),
           'replay': 2 * weights + step(branch, True, keep) + stored + 2 * logits // (devices if replay.shard_params else 1) + one_layer,
           'pull': 2 * weights + step(replay.segment_len, True) + one_layer}

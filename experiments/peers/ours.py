@@ -21,7 +21,7 @@ class Dials:
   devices: int = 2  # virtual devices that share the cores
   segment_len: int = 1024  # positions of a prefix segment
   replay_batch: int = 16  # branches replayed at once, at most
-  branch_segment_len: int = 0  # response tokens of each of them replayed at once; 0: 512 of all together, all where layers are recurrent
+  branch_segment_len: int = 0  # response tokens of each of them replayed at once; 0: three quarters of the longest, all where layers are recurrent
   keep: str = 'layers'  # state | attention | layers | auto: what the way back need not compute again
   row_block: int = 256  # query rows per block of the attention loops
   key_block: int = 128  # keys per block of the attention loops
@@ -30,7 +30,7 @@ class Dials:
 def sizes_of(dials: Dials, model: ModelConfig, prefix_len: int, branches: int, branch_len: int) -> ReplayConfig:
   up = lambda n: -(-n // dials.devices) * dials.devices
   batch = min(dials.replay_batch, branches)
-  once = dials.branch_segment_len or (branch_len if model.deltanet_per_repeat else -(-512 // batch))
+  once = dials.branch_segment_len or (branch_len if model.deltanet_per_repeat else -(-3 * branch_len // 4))
   return ReplayConfig(
       segment_len=min(dials.segment_len, up(max(prefix_len - 1, 1))), branch_segment_len=up(min(once, branch_len)),
       prefix_capacity=max(prefix_len - 1, 1), branch_capacity=branch_len, mode=dials.mode, keep=dials.keep,
