@@ -57,8 +57,8 @@ def test_precision_measures_each_variant(capsys):
 def test_phase_flops_make_up_an_update():
   """Keeping nothing, the phases together are work.py's exact update."""
   shape = config.preset('bench')
-  for keep, less in (('state', 0), ('attention', work.key_flops(shape, 0, 500)),
-                     ('layers', work.key_flops(shape, 0, 500) + 500 * work.linear_flops(shape))):
+  linear, keys = work.prefix_flops(shape, 500)
+  for keep, less in (('state', 0), ('attention', keys), ('layers', keys + linear + 3 * 20 * work.linear_flops(shape))):
     flops = roofline.phase_flops(shape, keep, 500, 3, 20)
     assert sum(flops.values()) == pytest.approx(work.update_work(shape, 500, 3, 20, 'exact')['flops'] - less)
 

@@ -60,10 +60,12 @@ def test_work_by_hand(capsys):
   window = preset('tiny-window')
   each = sum(min(p + 1, window.window) for p in range(90, 110))
   assert work.key_flops(window, 90, 20) == 4 * 4 * 16 * 2 * each
+  last = 2 * (64 * 128 + 3 * 64 * 128), work.key_flops(model, 0, 50) / 2  # of two layers' second: out and MLP, and its keys
+  assert work.prefix_flops(model, 50) == (50 * (per_position - last[0]), work.key_flops(model, 0, 50) - last[1])
   full, exact = (work.update_work(model, 1000, 8, 10, mode)['positions'] for mode in ('full-sequence', 'exact'))
   assert (full, exact) == (8080, 1080)
   row, = rows_of(work, capsys, '--dtype=float32', '--branches=16', '--ratios=2048')
-  assert 15 < row['flops_ratio'] < row['positions_ratio'] < 16 < row['flops_ratio_detached']
+  assert 15 < row['positions_ratio'] < 16 < row['flops_ratio'] < row['flops_ratio_detached']
 
 
 def test_reproduce_keeps_what_is_done(capsys, tmp_path, monkeypatch):
