@@ -29,16 +29,12 @@ class MicroBatch:
   rows: int = struct.field(pytree_node=False)  # of a segment: B, or 1 where branches are packed
 
 
-def rows_of(model: ModelConfig, replay: ReplayConfig, batch: int) -> int:
-  """Rows in which `batch` branches lie. (A block of tokens that see each other is not to be cut by a segment.)"""
-  return 1 if model.deltanet_per_repeat == 0 and replay.block_len == 1 else batch
-
-
 def micro_batch(model: ModelConfig, replay: ReplayConfig, group, row, batch: int) -> MicroBatch:
-  """Branches row..row+batch-1 of a group."""
+  """Branches row..row+batch-1 of a group, packed where nothing runs along a row: no recurrent state, no block that a segment would cut."""
+  packed = model.deltanet_per_repeat == 0 and replay.block_len == 1
   take = lambda x: lax.dynamic_slice_in_dim(x, row, batch, 0)
   return MicroBatch(take(group.inputs), take(group.targets), take(group.length), row, group.prefix_length,
-                    rows_of(model, replay, batch))
+                    1 if packed else batch)
 
 
 def _row_tokens(replay: ReplayConfig, part: MicroBatch):

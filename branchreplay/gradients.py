@@ -101,7 +101,7 @@ def _run_forward(model, replay, params, split, part: MicroBatch, captured: Captu
   """Runs all segments but the last, which is run where it is pulled back; with keep=layers none is run again."""
   cache, node = captured.state.slots, _open_node(model, replay, captured, part)
   n, more = branches.segment_count(replay, part), replay.branch_segments - 1
-  keep = kept_of_branches(replay.keep) if replay.keep == 'layers' and more else ''
+  keep = 'products' if replay.keep == 'layers' and more else ''
   put = lambda total, x, j: jax.tree.map(lambda t, x: lax.dynamic_update_index_in_dim(t, x, j, 0), total, x)
   run = lambda j, node: extend(model, replay, params, split, cache, node, branches.segment(replay, part, j), keep, outputs=bool(keep))
   room = lambda tree, count: jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), tree)

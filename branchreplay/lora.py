@@ -67,7 +67,7 @@ _known.defvjp(lambda x, weight, product, wide: (product, (x, weight, product)), 
 
 
 def products(x, weights, known=None, wide: bool = False) -> tuple:
-  """`linear` of x and each of `weights`, None for None. known: they, of an earlier run, which are not made again."""
+  """`linear` of x [..., D] and each of `weights` [D, F], None for None; known: they [..., F], of an earlier run, not made again."""
   make = lambda weight, product: linear(x, weight, wide) if product is None else _known(x, weight, product, wide)
   return tuple(w if w is None else make(w, y) for w, y in zip(weights, known or [None] * len(weights), strict=True))
 

@@ -8,8 +8,8 @@ The prompt goes by `at_once` segments a call (stream.py), with progress on the w
 what a call hands to the next is saved there every --save_every seconds, and the same command goes on
 from there after a kill, its seconds included; the peak memory is the last process's. Compilation is excluded and stated.
 Expected, on 2 idle cores: 20 minutes for the first, of recurrent and sliding-window layers; an hour for the second, whose full
-attention looks at 2.2e12 pairs of positions, and less for the third, which looks at a quarter of them and pulls back. (Where attention is the last layer, as in tiny-hybrid, a capture needs only its
-keys and values, and the same takes a minute.)
+attention looks at 2.2e12 pairs of positions, and less for the third, which looks at a quarter of them and pulls back. (Where
+attention is the last layer, as in tiny-hybrid, a prompt needs only its keys and values, and the same takes a minute.)
 """
 import dataclasses
 import time
