@@ -93,22 +93,22 @@ def _dot(a, b, contract):
                          preferred_element_type=at_least_f32(a.dtype))
 
 
-def _index(*starts):
+def index(*starts):
   return tuple(jnp.asarray(s, jnp.int32) for s in starts)
 
 
 def _block(x, layer, head, start, size):
-  return lax.dynamic_slice(x, _index(layer, head, start, 0), (1, 1, size, x.shape[3]))[0, 0]
+  return lax.dynamic_slice(x, index(layer, head, start, 0), (1, 1, size, x.shape[3]))[0, 0]
 
 
 def _add_block(x, update, layer, head, start):
   old = _block(x, layer, head, start, update.shape[0])
   new = (old.astype(update.dtype) + update).astype(x.dtype)
-  return lax.dynamic_update_slice(x, new[None, None], _index(layer, head, start, 0))
+  return lax.dynamic_update_slice(x, new[None, None], index(layer, head, start, 0))
 
 
 def _rows_of(x, head, start, size):
-  return lax.dynamic_slice(x, _index(head, start, *[0] * (x.ndim - 2)), (1, size) + x.shape[2:])[0]
+  return lax.dynamic_slice(x, index(head, start, *[0] * (x.ndim - 2)), (1, size) + x.shape[2:])[0]
 
 
 def _masked(scores, rows, keys, row, key, axis):
@@ -210,7 +210,7 @@ def backward(q, rows: Rows, ranges: tuple[KeyRange, ...], lse, do, delta, cotang
     dv = dv + _dot(p.astype(q.dtype), dob, (1, 0))
     da = (p * (_dot(v, dob, (1, 1)) - deltab)).astype(q.dtype)
     dk = dk + _dot(da, qb, (1, 0))
-    at = _index(head, 0, row)
+    at = index(head, 0, row)
     dqb = lax.dynamic_slice(dq, at, (1, dim, rows.block)) + _dot(k.T, da, (1, 0))
     return lax.dynamic_update_slice(dq, dqb, at), dk, dv
 

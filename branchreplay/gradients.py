@@ -148,7 +148,7 @@ def replay_branches(model, replay, params: Params, split: Params, group, capture
       scores = jax.tree.map(lambda m, x: branches.put_columns(replay, part, m, x, j), scores, new)
       slopes = jax.tree.map(lambda d: own(branches.of_micro_batch(part, d), j), dscores_of(scores))
       dh, grads = head.scores_backward(model, replay, params, split, h, targets, slopes, grads)
-      dk, dv, dnode, grads = retract(model, replay, params, split, cache, node, before, segment, kept,
+      dk, dv, dnode, grads = retract(model, replay, params, split, cache, node.slots, before, segment, kept,
                                      dh, dk, dv, dnode, grads)
       return scores, node.slots, dnode, dk, dv, grads
 

@@ -87,7 +87,7 @@ def _pad(x, axis: int, value=0):
 
 def _chunk(keys: KeyRange, c, dtype):
   """k, v [K, C, h] and position [C] of chunk c, padded."""
-  at = attention._index(keys.layer, 0, c * keys.block, 0)
+  at = attention.index(keys.layer, 0, c * keys.block, 0)
   cut = lambda x: lax.dynamic_slice(x, at, (1, x.shape[1], keys.block, x.shape[3]))[0].astype(dtype)
   position = lax.dynamic_slice_in_dim(keys.position, c * keys.block, keys.block)
   return _pad(cut(keys.k), 1), _pad(cut(keys.v), 1), _pad(position, 0, FAR)
@@ -95,7 +95,7 @@ def _chunk(keys: KeyRange, c, dtype):
 
 def _add_chunk(total, update, keys: KeyRange, c):
   """Adds [K, C, h] to chunk c of the layer's [L, K, S, h], in place."""
-  at = attention._index(keys.into, 0, c * keys.block, 0)
+  at = attention.index(keys.into, 0, c * keys.block, 0)
   update = update[None, :, :keys.block]
   old = lax.dynamic_slice(total, at, update.shape)
   return lax.dynamic_update_slice(total, (old.astype(update.dtype) + update).astype(total.dtype), at)

@@ -21,7 +21,7 @@ from branchreplay.config import ALL_SEGMENTS, KEEPS, ModelConfig, ReplayConfig
 from branchreplay.lora import trainable
 from branchreplay.model import Params, product_channels
 from branchreplay.replay import Segment, extend, retract
-from branchreplay.state import Recurrent, Slots, State, StateCotangent
+from branchreplay.state import Recurrent, State, StateCotangent
 
 
 @struct.dataclass
@@ -148,16 +148,12 @@ def pull_segments(model: ModelConfig, replay: ReplayConfig, params: Params, spli
     before = before.replace(conv=mesh.laid_out(before.conv, 2, 1, 0, 3))  # the history's own order, which pads no axis of W-1
     before = jax.tree.map(lambda x, like: x.astype(like.dtype), before, captured.state.recurrent)
     segment, at = _segment(prefix, length, i), i * count
-    slots = captured.state.slots
-    earlier, own = slots.replace(used=jnp.int32(at)), lambda x, axis=2: lax.dynamic_slice_in_dim(x, at, count, axis)
-    if replay.kept == 'layers':
-      node = State(Slots(own(slots.k), own(slots.v), own(slots.position, 0), own(slots.branch, 0), jnp.int32(count)), before)
-    else:
-      node, _, kept = extend(model, replay, params, split, earlier, _node(model, count, before, dtype), segment, 'layers', kept,
-                              outputs=False)
-    dk, dv, dnode, grads = retract(
-        model, replay, params, split, earlier, node, before, segment, kept, None, dk, dv,
-        StateCotangent(*(mesh.to_device((own(dk), own(dv))) if replay.offload else (own(dk), own(dv))), drecurrent), grads)
+    until = lambda used: captured.state.slots.replace(used=jnp.int32(used))
+    if replay.kept != 'layers':
+      _, _, kept = extend(model, replay, params, split, until(at), _node(model, count, before, dtype), segment, 'layers', kept,
+                          outputs=False)
+    dk, dv, dnode, grads = retract(model, replay, params, split, until(at + count), None, before, segment, kept, None, dk, dv,
+                                   StateCotangent(None, None, drecurrent), grads)
     return dk, dv, dnode.recurrent, grads
 
   dk, dv, drecurrent, grads = lax.fori_loop(jnp.int32(first), jnp.int32(last), step,

@@ -59,12 +59,13 @@ class View:
   sight: Any  # i32 [R], the last position each sees; -1 of padding
   branch: Any  # i32 [R]
   cache: Slots  # slots of the prefix; unused ones at FAR
-  own: Slots  # the node's slots, the segment's included; its k and v are not used
-  at: Any  # i32 [], the segment's first own slot
+  own: Slots | None  # the node's slots, the segment's included; its k and v are not used. None: they are in the cache
+  at: Any  # i32 [], the segment's first slot in `own`, or in the cache
   several: bool = struct.field(pytree_node=False)  # whether own slots are of several branches
 
 
-def _view(model: ModelConfig, cache: Slots, node: State, segment: Segment) -> View:
+def _view(model: ModelConfig, cache: Slots, own: Slots | None, segment: Segment) -> View:
+  """own: the node's slots before the segment; None where the segment's are the last used ones of the cache."""
   batch, t = segment.tokens.shape
   group, steps = model.heads // model.kv_heads, t * mesh.seq_size()
   offset = jnp.arange(steps, dtype=jnp.int32)[None]
@@ -72,34 +73,36 @@ def _view(model: ModelConfig, cache: Slots, node: State, segment: Segment) -> Vi
   valid = offset < segment.length[:, None]
   sees = position if segment.block == 1 else segment.start + (offset // segment.block + 1) * segment.block - 1
   whole = lambda x: jnp.broadcast_to(x, (batch, steps))
-  put = lambda x, y: lax.dynamic_update_slice_in_dim(x, mesh.own(whole(y), 1).reshape(-1), node.slots.used, 0)
-  own = node.slots.replace(
-      position=put(node.slots.position, jnp.where(valid, position, FAR)),
-      branch=put(node.slots.branch, branch), used=node.slots.used + batch * t)
+  at = cache.used - batch * t if own is None else own.used
+  put = lambda x, y: lax.dynamic_update_slice_in_dim(x, mesh.own(whole(y), 1).reshape(-1), at, 0)
+  if own is not None:
+    own = own.replace(position=put(own.position, jnp.where(valid, position, FAR)), branch=put(own.branch, branch),
+                      used=at + batch * t)
   filled = jnp.arange(cache.position.size) < cache.used
   fold_rows = lambda x: jnp.repeat(whole(x).reshape(-1), group)
   mine = mesh.own(position, 1)[0]
-  tables = rope.tables_of(model, mine, attention.at_least_f32(node.slots.k.dtype))
+  tables = rope.tables_of(model, mine, attention.at_least_f32(cache.k.dtype))
   return View(segment, tables, mine, fold_rows(position), fold_rows(jnp.where(valid, sees, -1)), fold_rows(branch),
-              cache.replace(position=jnp.where(filled, cache.position, FAR)), own, node.slots.used,
+              cache.replace(position=jnp.where(filled, cache.position, FAR)), own, at,
               batch > 1 or segment.packed is not None)
 
 
 def _attention_problem(model, replay, view: View, k, v, layer, kind, chunk):
-  """The rows of a layer of `kind`, and the keys they see: the cache, and own keys k, v [K, S, h]; `chunk` of a kernel's keys."""
+  """The rows of a layer of `kind`, and the keys they see: the cache, and own keys k, v [K, S, h] if there; `chunk` of a kernel's keys."""
   rows = attention.Rows(view.rows, view.sight, view.branch, model.window if kind == 'window' else None,
                         attention.largest_divisor(view.rows.size, replay.row_block))
-  cache, own, branch = view.cache, view.own, view.own.branch if view.several else None
+  cache, own = view.cache, view.own
 
   def keys(k, v, position, branch, layer, limit, into):
     if replay.attention != 'blocks' and branch is None:
       return kernels.key_range(rows, k, v, position, layer, chunk, into)
     return attention.key_range(rows, k, v, position, branch, layer, attention.largest_divisor(position.size, limit), into)
 
-  return rows, (
-      keys(cache.k, cache.v, cache.position, None, layer, replay.key_block, jnp.int32(0) if replay.offload else layer),
-      keys(k[None], v[None], own.position, branch, jnp.int32(0),
-           min(replay.key_block, max(view.position.size, OWN_BLOCK)), jnp.int32(0)))
+  ranges = [keys(cache.k, cache.v, cache.position, None, layer, replay.key_block, jnp.int32(0) if replay.offload else layer)]
+  if own is not None:
+    ranges.append(keys(k[None], v[None], own.position, own.branch if view.several else None, jnp.int32(0),
+                       min(replay.key_block, max(view.position.size, OWN_BLOCK)), jnp.int32(0)))
+  return rows, tuple(ranges)
 
 
 def _fold_rows(model, x):
@@ -126,16 +129,15 @@ def _head_major(x, dtype):
   return jnp.moveaxis(x, 2, 0).reshape(x.shape[2], -1, x.shape[3]).astype(dtype)
 
 
-def _by_repeat(model, state: State):
-  """Leaves [L or M, ...] -> [repeats, layers a repeat, ...], to scan over repeats."""
-  stack = lambda x, per: x.reshape(model.repeats, per, *x.shape[1:])
+def _by_repeat(model, k, v, recurrent: Recurrent):
+  """Leaves [L or M, ...] -> [repeats, layers a repeat, ...], to scan over repeats; None stays."""
+  stack = lambda x, per: None if x is None else x.reshape(model.repeats, per, *x.shape[1:])
   attn, delta = model.attention_per_repeat, model.deltanet_per_repeat
-  return (stack(state.slots.k, attn), stack(state.slots.v, attn),
-          stack(state.recurrent.delta, delta), stack(state.recurrent.conv, delta))
+  return stack(k, attn), stack(v, attn), stack(recurrent.delta, delta), stack(recurrent.conv, delta)
 
 
 def _join(x):
-  return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+  return None if x is None else x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
 def _unless(spare, work):
@@ -185,7 +187,7 @@ def extend(model: ModelConfig, replay: ReplayConfig, params: Params, split: Para
   attended: the (o, lse) of each place from an earlier run, which spares attention.
   outputs: whether h is read; without, a last layer of attention ends at its keys and values.
   """
-  view = _view(model, cache, node, segment)
+  view = _view(model, cache, node.slots, segment)
 
   def repeat(h, xs):
     blocks, k, v, delta, conv, earlier, r = xs
@@ -209,7 +211,7 @@ def extend(model: ModelConfig, replay: ReplayConfig, params: Params, split: Para
     return h, (out, kept if keep else None)
 
   h = layers.embed(params, split, segment.tokens)
-  xs = (params.blocks, *_by_repeat(model, node), attended or [None] * len(model.pattern),
+  xs = (params.blocks, *_by_repeat(model, node.slots.k, node.slots.v, node.recurrent), attended or [None] * len(model.pattern),
         jnp.arange(model.repeats, dtype=jnp.int32))
   h, ((k, v, delta, conv), kept) = lax.scan(repeat, h, xs)
   own = view.own.replace(k=_join(k), v=_join(v))
@@ -233,23 +235,29 @@ def _put_layer(x, update, layer):
   return lax.dynamic_update_slice_in_dim(x, mesh.to_host(update), layer, 0)
 
 
-def _attend_back(model, replay, view: View, trained, whole, kept: Kept, k_own, v_own, dk_own, dv_own, dh, dk, dv, layer, kind, spare):
-  """The mirror of `_attend`: cotangents of `trained`, of the layer's input, of cache and own keys and values.
+def _attend_back(model, replay, view: View, trained, whole, kept: Kept, own, down, dh, dk, dv, layer, kind, spare):
+  """The mirror of `_attend`: cotangents of `trained`, of the layer's input, of the cache's and own keys and values.
 
-  whole(trained) is the layer's block. dh None: of its keys and values alone; so where `spare` is true.
+  whole(trained) is the layer's block. own, down: own keys and values and their cotangents, None in the cache's case.
+  dh None: of its keys and values alone; so where `spare` is true.
   """
-  segment = view.segment
+  segment, several = view.segment, view.own is not None
   known = kept.products or (None, None)
   first = lambda p, h: layers.attention_in(model, whole(p), h, view.tables, known[0])[0]
-  spent = lambda x, dtype: jnp.moveaxis(
-      lax.dynamic_slice_in_dim(x, view.at, segment.tokens.size, 1).reshape(
-          model.kv_heads, *segment.tokens.shape, -1), 0, 2).astype(dtype)
+
+  def spent(pair, at):
+    """The segment's cotangents in k's and v's, [L, K, S, h] with the layer at `at`: [B, t, K, h]."""
+    cut = lambda x: lax.dynamic_slice(x, attention.index(at, 0, view.at, 0), (1, model.kv_heads, segment.tokens.size, model.head_dim))
+    like = lambda x: jnp.moveaxis(x.reshape(model.kv_heads, *segment.tokens.shape, -1), 0, 2).astype(kept.h.dtype)
+    return [like(mesh.to_device(cut(x)) if replay.offload else cut(x)) for x in pair]
+
+  stacked = jax.tree.map(lambda x: x[None], down)
   if dh is None:
-    (k, v), pull_in = jax.vjp(lambda p, h: first(p, h)[1:3], trained, kept.h)
-    return *pull_in((spent(dk_own, k.dtype), spent(dv_own, v.dtype))), dk, dv, dk_own, dv_own
+    pull_in = jax.vjp(lambda p, h: first(p, h)[1:3], trained, kept.h)[1]
+    return *pull_in(tuple(spent(stacked, 0) if several else spent((dk, dv), layer))), dk, dv, down
   h, (o, lse) = kept.h, kept.attention
   last = lambda p, h, o, gate: layers.attention_out(model, whole(p), h, o, gate, known[1])[0]
-  (q, k, v, gate), pull_in = jax.vjp(first, trained, h)
+  (q, _, _, gate), pull_in = jax.vjp(first, trained, h)
   dp_out, dh_out, do, dgate = _unless(spare, lambda: jax.vjp(last, trained, h, o, gate)[1](dh))
   if spare is not None:  # no row sees a key
     view = view.replace(sight=jnp.where(spare, -1, view.sight))
@@ -258,14 +266,15 @@ def _attend_back(model, replay, view: View, trained, whole, kept: Kept, k_own, v
   lse, delta = jnp.split(_fold_rows(model, jnp.concatenate([lse, delta])), 2, 1)  # one gather of both
   sums = (_fetch_layer(dk, layer), _fetch_layer(dv, layer)) if replay.offload else (dk, dv)
   _, backward = kernels.pair(replay.attention)
-  dq, (sums, own) = backward(
-      _fold_rows(model, q), *_attention_problem(model, replay, view, k_own, v_own, layer, kind, kernels.CHUNK_BACK),
-      lse, _fold_rows(model, do.astype(q.dtype)), delta, (sums, (dk_own[None], dv_own[None])))
+  dq, (sums, *down) = backward(
+      _fold_rows(model, q), *_attention_problem(model, replay, view, *own, layer, kind, kernels.CHUNK_BACK),
+      lse, _fold_rows(model, do.astype(q.dtype)), delta, (sums, stacked) if several else (sums,))
   dq = _unfold(model, mesh.scatter_sum(dq.reshape(*_row_shape(model, segment), -1), 2))
-  dp_in, dh_in = pull_in((dq.astype(q.dtype), spent(own[0][0], k.dtype), spent(own[1][0], v.dtype), dgate))
+  dkv = spent(down[0], 0) if several else spent(sums, 0 if replay.offload else layer)
+  dp_in, dh_in = pull_in((dq.astype(q.dtype), *dkv, dgate))
   dk, dv = (_put_layer(dk, sums[0], layer), _put_layer(dv, sums[1], layer)) if replay.offload else sums
   dp = jax.tree.map(jnp.add, dp_in, dp_out)
-  return dp, dh_in + dh_out, dk, dv, own[0][0], own[1][0]
+  return dp, dh_in + dh_out, dk, dv, jax.tree.map(lambda x: x[0], down[0]) if several else (None, None)
 
 
 def _delta_back(model, segment: Segment, trained, whole, kept: Kept, before, dh, dafter):
@@ -278,31 +287,31 @@ def _delta_back(model, segment: Segment, trained, whole, kept: Kept, before, dh,
 
 
 def retract(model: ModelConfig, replay: ReplayConfig, params: Params, split: Params, cache: Slots,
-            node: State, before: Recurrent, segment: Segment, kept, dh, dk, dv,
+            own: Slots | None, before: Recurrent, segment: Segment, kept, dh, dk, dv,
             dnode: StateCotangent, grads: Params):
   """Pulls a segment back: the mirror of `extend`, layer by layer in reverse.
 
   Args:
     cache, segment, kept: as they were given to and came from `extend`.
-    node: the node after the segment. before: its recurrent state before it.
+    own: the node's slots after the segment; None where `cache` has been appended the segment's, as its last used ones.
+    before: the node's recurrent state before the segment.
     dh: [B, t, D], cotangent of the segment's output h; None for none: the last layer is pulled back from its
       keys, values and state alone.
     dk, dv: [L, K, S, h], cotangents of the cache's keys and values; in the host's memory with replay.offload.
-    dnode: cotangent of the node after the segment.
+    dnode: cotangent of the node after the segment; its k and v are None where `own` is.
     grads: gradients so far, each device's share where a leaf is whole.
 
   Returns dk, dv, the cotangent of the node before the segment (the segment's own
-  slots in it are spent), and grads.
+  slots, in it or in dk and dv, are spent), and grads.
   """
-  view = _view(model, cache, node.replace(slots=node.slots.replace(
-      used=node.slots.used - segment.tokens.size)), segment)
+  view = _view(model, cache, own and own.replace(used=own.used - segment.tokens.size), segment)
   outputs = dh is not None
   if not outputs and model.repeats > 1:  # layers are one loop: the last one's body is every one's
     dh = jnp.zeros((*segment.tokens.shape, model.width), params.embed.dtype)
 
   def repeat(carry, xs):
     dh, dk, dv, grads = carry
-    blocks, (k, v, delta, conv), (dk_own, dv_own, ddelta, dconv), kept, r = xs
+    blocks, (*slots, delta, conv), (*dslots, ddelta, dconv), kept, r = xs
     a, m = model.attention_per_repeat, model.deltanet_per_repeat
     grads = list(grads)
     for i in reversed(range(len(model.pattern))):
@@ -317,15 +326,16 @@ def retract(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
       else:
         a -= 1
         layer = r * model.attention_per_repeat + a
-        dp, dh, dk, dv, dk1, dv1 = _attend_back(model, replay, view, trained, whole, place, k[a], v[a], dk_own[a], dv_own[a],
-                                                dh, dk, dv, layer, kind, _spare(model, outputs, i, r))
-        dk_own, dv_own = dk_own.at[a].set(dk1), dv_own.at[a].set(dv1)
+        mine, down = jax.tree.map(lambda x: x[a], (slots, dslots))
+        dp, dh, dk, dv, down = _attend_back(model, replay, view, trained, whole, place, mine, down, dh, dk, dv, layer, kind,
+                                            _spare(model, outputs, i, r))
+        dslots = jax.tree.map(lambda x, d: x.at[a].set(d), dslots, list(down))
       grads[i] = _add_at(grads[i], dp, r)
-    return (dh, dk, dv, tuple(grads)), (dk_own, dv_own, ddelta, dconv)
+    return (dh, dk, dv, tuple(grads)), (*dslots, ddelta, dconv)
 
-  own = _by_repeat(model, State(node.slots, before))
-  down = _by_repeat(model, State(node.slots.replace(k=dnode.k, v=dnode.v), dnode.recurrent))
-  xs = (params.blocks, own, down, kept, jnp.arange(model.repeats, dtype=jnp.int32))
+  slots = (own.k, own.v) if own else (None, None)
+  state, down = _by_repeat(model, *slots, before), _by_repeat(model, dnode.k, dnode.v, dnode.recurrent)
+  xs = (params.blocks, state, down, kept, jnp.arange(model.repeats, dtype=jnp.int32))
   carry = dh, dk, dv, grads.blocks
   if dh is None:
     (dh, dk, dv, blocks), down = repeat(carry, jax.tree.map(lambda x: x.squeeze(0), xs))  # refuses a repeated pattern

@@ -132,9 +132,9 @@ def replay_tree(model: ModelConfig, replay: ReplayConfig, params: Params, split:
     scores, dh, grads = lax.cond(
         tree.trained[s], train, lambda s, h, scores, grads: (scores, jnp.zeros_like(h), grads), s, h, scores, grads)
     at, level = tree.path[s], tree.level[s]
-    after = StateCotangent(own(dk, at), own(dv, at), _at(drecurrent, level))
-    dk, dv, dbefore, grads = retract(model, replay, params, split, above, node, before, segment, kept,
-                                     dh, dk, dv, after, grads)
+    path = path.replace(slots=states.append(above, node.slots))
+    dk, dv, dbefore, grads = retract(model, replay, params, split, path.slots, None, before, segment, kept, dh, dk, dv,
+                                     StateCotangent(None, None, _at(drecurrent, level)), grads)
     spent = lambda x: lax.dynamic_update_slice_in_dim(x, jnp.zeros_like(own(x, at)), at * count, 2)
     upward = lambda d: jax.tree.map(lambda x: jnp.where(tree.first[s], x, 0), d)
     onward = jax.tree.map(lambda x: jnp.where(tree.first[s], 0, x), dbefore.recurrent)
