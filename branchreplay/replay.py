@@ -238,23 +238,23 @@ def _put_layer(x, update, layer):
 def _attend_back(model, replay, view: View, trained, whole, kept: Kept, own, down, dh, dk, dv, layer, kind, spare):
   """The mirror of `_attend`: cotangents of `trained`, of the layer's input, of the cache's and own keys and values.
 
-  whole(trained) is the layer's block. own, down: own keys and values and their cotangents, None in the cache's case.
-  dh None: of its keys and values alone; so where `spare` is true.
+  whole(trained) is the layer's block. own, down: own keys and values [K, S, h] and their cotangents, pairs; of None where
+  the cache holds them. dh None: of its keys and values alone; so where `spare` is true.
   """
-  segment, several = view.segment, view.own is not None
+  segment, apart = view.segment, view.own is not None
   known = kept.products or (None, None)
   first = lambda p, h: layers.attention_in(model, whole(p), h, view.tables, known[0])[0]
 
-  def spent(pair, at):
-    """The segment's cotangents in k's and v's, [L, K, S, h] with the layer at `at`: [B, t, K, h]."""
-    cut = lambda x: lax.dynamic_slice(x, attention.index(at, 0, view.at, 0), (1, model.kv_heads, segment.tokens.size, model.head_dim))
-    like = lambda x: jnp.moveaxis(x.reshape(model.kv_heads, *segment.tokens.shape, -1), 0, 2).astype(kept.h.dtype)
-    return [like(mesh.to_device(cut(x)) if replay.offload else cut(x)) for x in pair]
+  def spent(x, at):
+    """The segment's cotangents [B, t, K, h], of those in x [L, K, S, h] at `at`, on the device."""
+    x = lax.dynamic_slice(x, attention.index(at, 0, view.at, 0), (1, model.kv_heads, segment.tokens.size, model.head_dim))
+    x = mesh.to_device(x) if replay.offload else x
+    return jnp.moveaxis(x.reshape(model.kv_heads, *segment.tokens.shape, -1), 0, 2).astype(kept.h.dtype)
 
-  stacked = jax.tree.map(lambda x: x[None], down)
+  stacked = [[x[None] for x in down]] if apart else []
   if dh is None:
     pull_in = jax.vjp(lambda p, h: first(p, h)[1:3], trained, kept.h)[1]
-    return *pull_in(tuple(spent(stacked, 0) if several else spent((dk, dv), layer))), dk, dv, down
+    return *pull_in(tuple(spent(x, 0 if apart else layer) for x in (stacked or [(dk, dv)])[0])), dk, dv, down
   h, (o, lse) = kept.h, kept.attention
   last = lambda p, h, o, gate: layers.attention_out(model, whole(p), h, o, gate, known[1])[0]
   (q, _, _, gate), pull_in = jax.vjp(first, trained, h)
@@ -266,15 +266,15 @@ def _attend_back(model, replay, view: View, trained, whole, kept: Kept, own, dow
   lse, delta = jnp.split(_fold_rows(model, jnp.concatenate([lse, delta])), 2, 1)  # one gather of both
   sums = (_fetch_layer(dk, layer), _fetch_layer(dv, layer)) if replay.offload else (dk, dv)
   _, backward = kernels.pair(replay.attention)
-  dq, (sums, *down) = backward(
+  dq, (sums, *stacked) = backward(
       _fold_rows(model, q), *_attention_problem(model, replay, view, *own, layer, kind, kernels.CHUNK_BACK),
-      lse, _fold_rows(model, do.astype(q.dtype)), delta, (sums, stacked) if several else (sums,))
+      lse, _fold_rows(model, do.astype(q.dtype)), delta, (sums, *stacked))
   dq = _unfold(model, mesh.scatter_sum(dq.reshape(*_row_shape(model, segment), -1), 2))
-  dkv = spent(down[0], 0) if several else spent(sums, 0 if replay.offload else layer)
+  dkv = [spent(x, 0 if apart or replay.offload else layer) for x in (sums, *stacked)[-1]]
   dp_in, dh_in = pull_in((dq.astype(q.dtype), *dkv, dgate))
   dk, dv = (_put_layer(dk, sums[0], layer), _put_layer(dv, sums[1], layer)) if replay.offload else sums
   dp = jax.tree.map(jnp.add, dp_in, dp_out)
-  return dp, dh_in + dh_out, dk, dv, jax.tree.map(lambda x: x[0], down[0]) if several else (None, None)
+  return dp, dh_in + dh_out, dk, dv, [x[0] for x in stacked[0]] if apart else down
 
 
 def _delta_back(model, segment: Segment, trained, whole, kept: Kept, before, dh, dafter):
@@ -293,7 +293,7 @@ def retract(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
 
   Args:
     cache, segment, kept: as they were given to and came from `extend`.
-    own: the node's slots after the segment; None where `cache` has been appended the segment's, as its last used ones.
+    own: the node's slots after the segment; None where the segment's are in `cache`, its last used ones.
     before: the node's recurrent state before the segment.
     dh: [B, t, D], cotangent of the segment's output h; None for none: the last layer is pulled back from its
       keys, values and state alone.
@@ -329,7 +329,7 @@ def retract(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
         mine, down = jax.tree.map(lambda x: x[a], (slots, dslots))
         dp, dh, dk, dv, down = _attend_back(model, replay, view, trained, whole, place, mine, down, dh, dk, dv, layer, kind,
                                             _spare(model, outputs, i, r))
-        dslots = jax.tree.map(lambda x, d: x.at[a].set(d), dslots, list(down))
+        dslots = jax.tree.map(lambda x, d: x.at[a].set(d), dslots, down)
       grads[i] = _add_at(grads[i], dp, r)
     return (dh, dk, dv, tuple(grads)), (*dslots, ddelta, dconv)
 

@@ -39,6 +39,8 @@ def test_no_flat_index_into_arrays_past_2_to_the_31(offload):
         assert eqn.primitive.name in SAFE, f'{name}: {eqn.primitive.name}'
         if eqn.primitive.name == 'squeeze':
           assert all(eqn.invars[0].aval.shape[d] == 1 for d in eqn.params['dimensions'])
+        if name == 'pull' and eqn.primitive.name == 'dynamic_slice':
+          assert eqn.outvars[0].aval.shape[0] == 1, 'the pull reads one layer, or one segment of a history, at a time'
   assert max(np.prod(x.sharding.shard_shape(x.shape), dtype=np.int64) for x in jax.tree.leaves(shapes['captured'])) > BIG
 
 
