@@ -10,13 +10,12 @@ of a segment in a row over all devices, t = T/devices.
 from typing import Any
 
 from flax import struct
-import jax
 from jax import lax
 import jax.numpy as jnp
 
 from branchreplay import mesh
 from branchreplay.config import ModelConfig, ReplayConfig
-from branchreplay.replay import Segment
+from branchreplay.segment import Segment
 
 
 @struct.dataclass

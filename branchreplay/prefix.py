@@ -20,7 +20,8 @@ from branchreplay.attention import at_least_f32
 from branchreplay.config import ALL_SEGMENTS, KEEPS, ModelConfig, ReplayConfig
 from branchreplay.lora import trainable
 from branchreplay.model import Params, product_channels
-from branchreplay.replay import Segment, extend, retract
+from branchreplay.replay import extend, retract
+from branchreplay.segment import Segment
 from branchreplay.state import Recurrent, State, StateCotangent
 
 

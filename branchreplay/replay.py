@@ -7,9 +7,9 @@
 
 A state is the prefix's slots (`cache`, read-only here), the node's own slots and
 its recurrent state (`node`). A prefix segment is a node whose slots are appended
-to the cache afterwards (prefix.py); B branches are replayed as one node of B*T
-slots, each seeing the cache and its own branch (gradients.py); one decoded token
-is a segment of one valid position (sample.py).
+to the cache afterwards, and which is pulled back from there (prefix.py); B branches
+are replayed as one node of B*T slots, each seeing the cache and its own branch
+(gradients.py); one decoded token is a segment of one valid position (sample.py).
 
 Letters: B branches, T positions of the segment over all devices, t = T/devices,
 L attention layers, M recurrent layers, K kv heads, G queries a kv head, h head_dim.
@@ -21,24 +21,13 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from branchreplay import attention, kernels, lora, mesh, rope
+from branchreplay import attention, kernels, lora, mesh
 from branchreplay import model as layers
 from branchreplay.config import ModelConfig, ReplayConfig
+from branchreplay.delta_layer import delta_layer
 from branchreplay.model import Params
-from branchreplay.state import FAR, Recurrent, Slots, State, StateCotangent
-
-
-OWN_BLOCK = 64  # a node's own keys are blocked by its segments' slots, or so many, so that few blocks hold two branches
-
-
-@struct.dataclass
-class Segment:
-  tokens: Any  # i32 [B, t], this device's inputs
-  length: Any  # i32 [B], valid positions of the whole segment; padding stands behind
-  start: Any  # i32 [], position of the first
-  block: int = struct.field(pytree_node=False, default=1)  # positions that see each other in attention; 1: causal
-  wide: bool = struct.field(pytree_node=False, default=True)  # DeltaNet layers exchange float32 at least; a prefix's many tokens do not
-  packed: Any = None  # (position, branch) i32 [1, T] of all devices' tokens where branches lie one behind another in a row
+from branchreplay.segment import Segment, View, attention_problem, fold_rows, head_major, row_shape, unfold_rows, view_of
+from branchreplay.state import Recurrent, Slots, State, StateCotangent
 
 
 @struct.dataclass
@@ -47,86 +36,6 @@ class Kept:
   h: Any  # [B, t, D], the layer's input
   attention: Any = None  # (o [B, t, H, h], lse [B, t, H]) of an attention layer
   products: Any = None  # the layer's matrix products, see model.py; None: to be made again
-
-
-@struct.dataclass
-class View:
-  """What a segment's attention layers share: where its rows and its keys are."""
-  segment: Segment
-  tables: Any  # of rope.tables_of, for this device's positions
-  position: Any  # i32 [t], positions of this device's rows
-  rows: Any  # i32 [R], position of every row of all devices, R = B*T*G
-  sight: Any  # i32 [R], the last position each sees; -1 of padding
-  branch: Any  # i32 [R]
-  cache: Slots  # slots of the prefix; unused ones at FAR
-  own: Slots | None  # the node's slots, the segment's included; its k and v are not used. None: they are in the cache
-  at: Any  # i32 [], the segment's first slot in `own`, or in the cache
-  several: bool = struct.field(pytree_node=False)  # whether own slots are of several branches
-
-
-def _view(model: ModelConfig, cache: Slots, own: Slots | None, segment: Segment) -> View:
-  """own: the node's slots before the segment; None where the segment's are the last used ones of the cache."""
-  batch, t = segment.tokens.shape
-  group, steps = model.heads // model.kv_heads, t * mesh.seq_size()
-  offset = jnp.arange(steps, dtype=jnp.int32)[None]
-  position, branch = segment.packed or (segment.start + offset, jnp.arange(batch, dtype=jnp.int32)[:, None])
-  valid = offset < segment.length[:, None]
-  sees = position if segment.block == 1 else segment.start + (offset // segment.block + 1) * segment.block - 1
-  whole = lambda x: jnp.broadcast_to(x, (batch, steps))
-  at = cache.used - batch * t if own is None else own.used
-  put = lambda x, y: lax.dynamic_update_slice_in_dim(x, mesh.own(whole(y), 1).reshape(-1), at, 0)
-  if own is not None:
-    own = own.replace(position=put(own.position, jnp.where(valid, position, FAR)), branch=put(own.branch, branch),
-                      used=at + batch * t)
-  filled = jnp.arange(cache.position.size) < cache.used
-  fold_rows = lambda x: jnp.repeat(whole(x).reshape(-1), group)
-  mine = mesh.own(position, 1)[0]
-  tables = rope.tables_of(model, mine, attention.at_least_f32(cache.k.dtype))
-  return View(segment, tables, mine, fold_rows(position), fold_rows(jnp.where(valid, sees, -1)), fold_rows(branch),
-              cache.replace(position=jnp.where(filled, cache.position, FAR)), own, at,
-              batch > 1 or segment.packed is not None)
-
-
-def _attention_problem(model, replay, view: View, k, v, layer, kind, chunk):
-  """The rows of a layer of `kind`, and the keys they see: the cache, and own keys k, v [K, S, h] if there; `chunk` of a kernel's keys."""
-  rows = attention.Rows(view.rows, view.sight, view.branch, model.window if kind == 'window' else None,
-                        attention.largest_divisor(view.rows.size, replay.row_block))
-  cache, own = view.cache, view.own
-
-  def keys(k, v, position, branch, layer, limit, into):
-    if replay.attention != 'blocks' and branch is None:
-      return kernels.key_range(rows, k, v, position, layer, chunk, into)
-    return attention.key_range(rows, k, v, position, branch, layer, attention.largest_divisor(position.size, limit), into)
-
-  ranges = [keys(cache.k, cache.v, cache.position, None, layer, replay.key_block, jnp.int32(0) if replay.offload else layer)]
-  if own is not None:
-    ranges.append(keys(k[None], v[None], own.position, own.branch if view.several else None, jnp.int32(0),
-                       min(replay.key_block, max(view.position.size, OWN_BLOCK)), jnp.int32(0)))
-  return rows, tuple(ranges)
-
-
-def _fold_rows(model, x):
-  """[B, t, H, ...] -> [K, B*T*G, ...]: rows of all devices, by kv head."""
-  batch, t, heads = x.shape[:3]
-  x = x.reshape(batch, t, model.kv_heads, heads // model.kv_heads, *x.shape[3:])
-  x = mesh.gather(jnp.moveaxis(x, 2, 0), 2)
-  return x.reshape(model.kv_heads, -1, *x.shape[4:])
-
-
-def _unfold(model, x):
-  """[K, B, t, G, ...] -> [B, t, H, ...]."""
-  x = jnp.moveaxis(x, 0, 2)
-  return x.reshape(*x.shape[:2], model.heads, *x.shape[4:])
-
-
-def _row_shape(model, segment):
-  batch, t = segment.tokens.shape
-  return model.kv_heads, batch, t * mesh.seq_size(), model.heads // model.kv_heads
-
-
-def _head_major(x, dtype):
-  """[B, t, K, h] -> [K, B*t, h]."""
-  return jnp.moveaxis(x, 2, 0).reshape(x.shape[2], -1, x.shape[3]).astype(dtype)
 
 
 def _by_repeat(model, k, v, recurrent: Recurrent):
@@ -153,15 +62,15 @@ def _attend(model, replay, view: View, block, h, k_own, v_own, layer, kind, know
   spare: see `_unless`; of all but keys and values.
   """
   (q, k, v, gate), made = layers.attention_in(model, block, h, view.tables)
-  put = lambda x, y: lax.dynamic_update_slice_in_dim(x, _head_major(y, x.dtype), view.at, 1)
+  put = lambda x, y: lax.dynamic_update_slice_in_dim(x, head_major(y, x.dtype), view.at, 1)
   k_own, v_own = put(k_own, k), put(v_own, v)
 
   def rest():
     if known is None:
-      problem = _attention_problem(model, replay, view, k_own, v_own, layer, kind, kernels.CHUNK)
+      problem = attention_problem(model, replay, view, k_own, v_own, layer, kind, kernels.CHUNK)
       forward, _ = kernels.pair(replay.attention)
-      o, lse = attention.merge(*forward(_fold_rows(model, q), *problem), _row_shape(model, view.segment))
-      o, lse = _unfold(model, o).astype(h.dtype), _unfold(model, lse)
+      o, lse = attention.merge(*forward(fold_rows(model, q), *problem), row_shape(model, view.segment))
+      o, lse = unfold_rows(model, o).astype(h.dtype), unfold_rows(model, lse)
     else:
       o, lse = known
     return *layers.attention_out(model, block, h, o, gate), (o, lse)
@@ -187,7 +96,7 @@ def extend(model: ModelConfig, replay: ReplayConfig, params: Params, split: Para
   attended: the (o, lse) of each place from an earlier run, which spares attention.
   outputs: whether h is read; without, a last layer of attention ends at its keys and values.
   """
-  view = _view(model, cache, node.slots, segment)
+  view = view_of(model, cache, node.slots, segment)
 
   def repeat(h, xs):
     blocks, k, v, delta, conv, earlier, r = xs
@@ -197,7 +106,7 @@ def extend(model: ModelConfig, replay: ReplayConfig, params: Params, split: Para
       block = mesh.gather_tree(block, is_split)
       kept.append(Kept(h))
       if kind == 'deltanet':
-        h, d, c, made = layers.delta_layer(model, block, h, delta[m], conv[m], segment.length, segment.wide)
+        h, d, c, made = delta_layer(model, block, h, delta[m], conv[m], segment.length, segment.wide)
         deltas, convs, m = deltas + [d], convs + [c], m + 1
       else:
         layer = r * model.attention_per_repeat + a
@@ -263,13 +172,13 @@ def _attend_back(model, replay, view: View, trained, whole, kept: Kept, own, dow
     view = view.replace(sight=jnp.where(spare, -1, view.sight))
   dtype = lse.dtype
   delta = (o.astype(dtype) * do.astype(dtype)).sum(-1)
-  lse, delta = jnp.split(_fold_rows(model, jnp.concatenate([lse, delta])), 2, 1)  # one gather of both
+  lse, delta = jnp.split(fold_rows(model, jnp.concatenate([lse, delta])), 2, 1)  # one gather of both
   sums = (_fetch_layer(dk, layer), _fetch_layer(dv, layer)) if replay.offload else (dk, dv)
   _, backward = kernels.pair(replay.attention)
   dq, (sums, *stacked) = backward(
-      _fold_rows(model, q), *_attention_problem(model, replay, view, *own, layer, kind, kernels.CHUNK_BACK),
-      lse, _fold_rows(model, do.astype(q.dtype)), delta, (sums, *stacked))
-  dq = _unfold(model, mesh.scatter_sum(dq.reshape(*_row_shape(model, segment), -1), 2))
+      fold_rows(model, q), *attention_problem(model, replay, view, *own, layer, kind, kernels.CHUNK_BACK),
+      lse, fold_rows(model, do.astype(q.dtype)), delta, (sums, *stacked))
+  dq = unfold_rows(model, mesh.scatter_sum(dq.reshape(*row_shape(model, segment), -1), 2))
   dkv = [spent(x, 0 if apart or replay.offload else layer) for x in (sums, *stacked)[-1]]
   dp_in, dh_in = pull_in((dq.astype(q.dtype), *dkv, dgate))
   dk, dv = (_put_layer(dk, sums[0], layer), _put_layer(dv, sums[1], layer)) if replay.offload else sums
@@ -279,7 +188,7 @@ def _attend_back(model, replay, view: View, trained, whole, kept: Kept, own, dow
 
 def _delta_back(model, segment: Segment, trained, whole, kept: Kept, before, dh, dafter):
   """A DeltaNet layer pulled back: cotangents of `trained`, its input and the state before; dh None: of the state after alone."""
-  f = lambda p, h, d, c: layers.delta_layer(
+  f = lambda p, h, d, c: delta_layer(
       model, whole(p), h, d, c, segment.length, segment.wide, kept.products)[dh is None:3]
   out, pull = jax.vjp(f, trained, kept.h, *before)
   dp, dh, ddelta, dconv = pull(jax.tree.map(lambda c, o: c.astype(o.dtype), (dh, *dafter)[dh is None:], out))
@@ -304,7 +213,7 @@ def retract(model: ModelConfig, replay: ReplayConfig, params: Params, split: Par
   Returns dk, dv, the cotangent of the node before the segment (the segment's own
   slots, in it or in dk and dv, are spent), and grads.
   """
-  view = _view(model, cache, own and own.replace(used=own.used - segment.tokens.size), segment)
+  view = view_of(model, cache, own and own.replace(used=own.used - segment.tokens.size), segment)
   outputs = dh is not None
   if not outputs and model.repeats > 1:  # layers are one loop: the last one's body is every one's
     dh = jnp.zeros((*segment.tokens.shape, model.width), params.embed.dtype)

@@ -18,7 +18,8 @@ from branchreplay import model as layers
 from branchreplay import state as states
 from branchreplay.model import Params
 from branchreplay.prefix import STACKED_CAPTURED, Captured, advance, capture
-from branchreplay.replay import Segment, extend
+from branchreplay.replay import extend
+from branchreplay.segment import Segment
 from branchreplay.state import State
 
 

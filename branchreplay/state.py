@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from branchreplay import mesh
 from branchreplay.attention import at_least_f32
 from branchreplay.config import ModelConfig, ReplayConfig
-from branchreplay.model import delta_heads
+from branchreplay.delta_layer import delta_heads
 
 FAR = 2**30
 

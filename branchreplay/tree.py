@@ -29,7 +29,8 @@ from branchreplay.gradients import Result, kept_of_branches
 from branchreplay.model import Params
 from branchreplay.objectives import Objective
 from branchreplay.prefix import zero_gradients
-from branchreplay.replay import Segment, extend, retract
+from branchreplay.replay import extend, retract
+from branchreplay.segment import Segment
 from branchreplay.state import Recurrent, Slots, State, StateCotangent
 from branchreplay.trie import Tree
 

@@ -21,6 +21,7 @@ import numpy as np
 import optax
 
 from branchreplay import accelerators, config, gradients, mesh, model, objectives
+from branchreplay.checks import check_replay
 from branchreplay.config import ObjectiveConfig, ReplayConfig, UserError
 from experiments import common, gradient_parity, problems, roofline
 
@@ -110,7 +111,7 @@ def step_row(settings: Accelerator, length: int, dtype: str, rounds: int) -> dic
       segment_len=settings.segment_len, branch_segment_len=settings.branch_len, prefix_capacity=length,
       branch_capacity=settings.branch_len, replay_batch=settings.replay_batch, accumulate_dtype=settings.accumulate_dtype,
       attention=settings.attention, shard_params=devices > 1, key_block=1024, row_block=1024)
-  config.check_replay(replay, devices, settings.branches)
+  check_replay(replay, devices, settings.branches)
   shape, replay = accelerators.settle(shape, replay, dtype, jax.devices()[0], common.log)
   mesh_, objective = mesh.make_mesh(), objectives.make_objective('grpo', ObjectiveConfig())
   group = problems.random_group(shape, replay, length, settings.branches, settings.branch_len, np.dtype('float32'), kl=False)

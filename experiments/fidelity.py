@@ -12,8 +12,9 @@ import dataclasses
 import jax
 import numpy as np
 
-from branchreplay import batch, config, gradients, objectives, tasks
+from branchreplay import batch, gradients, objectives, tasks
 from branchreplay.advantages import group_advantages
+from branchreplay.checks import check_mode
 from experiments import common, rollouts, study, train, training
 
 
@@ -97,7 +98,7 @@ def main(flags):
   settings = common.from_flags(flags, Study())
   lengths = common.whole_numbers('lengths', settings.lengths, 1)
   for mode in settings.modes:
-    config.check_mode(mode)
+    check_mode(mode)
   common.check_known('stage', settings.stages, ('random', 'warm', 'trained'))
   run = training.make_run(flags)
   objective = objectives.make_objective('grpo', run.objective)

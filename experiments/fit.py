@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from branchreplay import accelerators, config, hf, lora, mesh, model, objectives, stream
+from branchreplay.checks import check_model, check_replay
 from branchreplay.config import ModelConfig, ObjectiveConfig, ReplayConfig, UserError
 from experiments import common, memory, problems, resume
 
@@ -80,8 +81,8 @@ def configurations(settings, seq: int) -> tuple[ModelConfig, ReplayConfig]:
   replay = ReplayConfig(branch_segment_len=settings.branch_len, prefix_capacity=settings.prefix_len,
                         branch_capacity=settings.branch_len,
                         **{name: getattr(settings, name) for name in OF_REPLAY})
-  config.check_model(shape)
-  config.check_replay(replay, seq, settings.branches)
+  check_model(shape)
+  check_replay(replay, seq, settings.branches)
   return shape, replay
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from branchreplay import config, gradients, hf, mesh, model, objectives, processes
+from branchreplay.checks import check_mode, check_model, check_replay
 from branchreplay.config import ObjectiveConfig, ReplayConfig, UserError
 from experiments import common, problems
 
@@ -71,7 +72,7 @@ def run(settings: Parity, problem, devices: int, dtype: str, mode: str = 'exact'
   shape, group_of, params_of = problem
   replay = dataclasses.replace(sizes_of(settings, dtype), mode=mode)
   mesh_ = mesh.make_mesh(1, devices)
-  config.check_replay(replay, devices, settings.branches)
+  check_replay(replay, devices, settings.branches)
   group = group_of(replay, dtype)
   function = gradients.gradient_function(mesh_, shape, replay, objective_of(), group, full_sequence)
   result = jax.block_until_ready(function(params_of(mesh_, replay, dtype), group))
@@ -110,12 +111,12 @@ def problem_of(settings: Parity, dtype: str):
 def main(flags):
   settings, dtype = common.from_flags(flags, Parity()), flags.dtype
   for mode in settings.mode:
-    config.check_mode(mode)
+    check_mode(mode)
   jax.config.update('jax_enable_x64', True)  # for the float64 truth
   if settings.case:
     settings = dataclasses.replace(settings, **hf.batch_sizes(settings.case))
   problem, devices = problem_of(settings, dtype), common.whole_numbers('devices', settings.devices, 1)
-  config.check_model(problem[0])
+  check_model(problem[0])
   reference = run(settings, problem, max(devices), dtype, full_sequence=True)
   truth = reference if dtype == 'float64' else run(settings, problem, max(devices), 'float64', full_sequence=True)
   for mode in settings.mode:

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from branchreplay import config, gradients, mesh, model, objectives, prefix, state
+from branchreplay.checks import check_mode, check_replay
 from branchreplay.config import ObjectiveConfig, ReplayConfig
 from experiments import common, problems
 
@@ -57,7 +58,7 @@ def measure(settings: Memory, prefix_len: int, branches: int, dtype: str) -> dic
       segment_len=settings.segment_len, branch_segment_len=settings.branch_len, prefix_capacity=prefix_len,
       branch_capacity=settings.branch_len, replay_batch=settings.replay_batch, mode=settings.mode)
   mesh_ = mesh.make_mesh(1, settings.devices)
-  config.check_replay(replay, settings.devices, branches)
+  check_replay(replay, settings.devices, branches)
   group = problems.random_group(shape, replay, 1, branches, settings.branch_len, np.dtype('float32'))
   params = model.shapes(shape, dtype)
   objective = objectives.make_objective('grpo', ObjectiveConfig(kl_coef=0.04))
@@ -74,7 +75,7 @@ def measure(settings: Memory, prefix_len: int, branches: int, dtype: str) -> dic
 
 def main(flags):
   settings = common.from_flags(flags, Memory())
-  config.check_mode(settings.mode)
+  check_mode(settings.mode)
   for prefix_len in common.whole_numbers('prefix_len', settings.prefix_len, 1):
     for branches in common.whole_numbers('branches', settings.branches, 1):
       row = common.provenance() | measure(settings, prefix_len, branches, flags.dtype)

@@ -95,10 +95,10 @@ def working_bytes(shape: ModelConfig, replay: ReplayConfig, devices: int, dtype:
 
   kept = prefix.kept_of_position(shape, dtype)
   keep = kept_of_branches(replay.keep)
+  own = lambda total: 2 * attention * m.kv_heads * (total // devices) * m.head_dim * size  # a node's keys and values
 
   def step(total, backward, keep='layers'):
     t, rows = total // devices, total * m.heads * m.head_dim
-    own = 2 * attention * m.kv_heads * t * m.head_dim * size
     values = -(-m.delta_value_heads // devices)
     # The delta rule's keys, values and matrices over a chunk, as deltanet.py names them.
     delta = total * values * (6 * m.delta_key_dim + 4 * m.delta_value_dim + 6 * m.chunk) * f32 if m.deltanet_per_repeat else 0
@@ -106,15 +106,15 @@ def working_bytes(shape: ModelConfig, replay: ReplayConfig, devices: int, dtype:
     attended = rows * (size + f32) if attention else 0  # queries, and what comes of them in float32
     hidden = t * (m.width + m.mlp_width) * size
     if not backward:
-      return own + t * kept[replay.kept] + max(attended + hidden, delta + hidden, 3 * hidden)
-    return t * kept[keep] + 2 * own + max(3 * attended + 2 * hidden, 4 * delta + 2 * states + 2 * hidden, 5 * hidden)
+      return t * kept[replay.kept] + max(attended + hidden, delta + hidden, 3 * hidden)
+    return t * kept[keep] + max(3 * attended + 2 * hidden, 4 * delta + 2 * states + 2 * hidden, 5 * hidden)
 
   logits = min(replay.vocab_rows, replay.branch_segment_len * replay.replay_batch) * m.vocab_size * f32
   branch = replay.branch_segment_len * replay.replay_batch
   one_layer = 2 * replay.prefix_segments * replay.segment_len // devices * m.kv_heads * m.head_dim * f32 if replay.offload else 0
   stored = branch // devices * (replay.branch_segments - 1) * kept['products'] if replay.keep == 'layers' else 0
-  return {'capture': weights + step(replay.segment_len, False),
-          'replay': 2 * weights + step(branch, True, keep) + stored + 2 * logits // (devices if replay.shard_params else 1) + one_layer,
+  return {'capture': weights + step(replay.segment_len, False) + own(replay.segment_len),
+          'replay': 2 * weights + step(branch, True, keep) + 2 * own(branch) + stored + 2 * logits // (devices if replay.shard_params else 1) + one_layer,
           'pull': 2 * weights + step(replay.segment_len, True) + one_layer}
 
 

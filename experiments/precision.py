@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from branchreplay import config, gradients, mesh, model, objectives
+from branchreplay.checks import check_replay
 from branchreplay.config import ObjectiveConfig, ReplayConfig, UserError
 from experiments import common, gradient_parity, problems
 
@@ -58,7 +59,7 @@ def main(flags):
   shape = config.preset(settings.model)
   replay = ReplayConfig(segment_len=settings.segment_len, branch_segment_len=settings.branch_len, prefix_capacity=max(lengths),
                         branch_capacity=settings.branch_len, replay_batch=settings.branches)
-  config.check_replay(replay, settings.devices, settings.branches)
+  check_replay(replay, settings.devices, settings.branches)
   mesh_ = mesh.make_mesh(1, settings.devices)
   objective = objectives.make_objective('grpo', ObjectiveConfig())
   group_of = lambda length, seed: problems.random_group(shape, replay, length, settings.branches, settings.branch_len,

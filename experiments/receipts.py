@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from branchreplay import config, mesh, model, objectives, stream
+from branchreplay.checks import check_replay
 from branchreplay.config import ObjectiveConfig, ReplayConfig, UserError
 from experiments import common, problems, resume
 
@@ -66,7 +67,7 @@ def main(flags):
       branch_capacity=settings.branch_len,
       **{k: getattr(settings, k) for k in ('mode', 'keep', 'cotangent_dtype', 'row_block', 'key_block')})
   mesh_ = mesh.make_mesh(1, settings.devices)
-  config.check_replay(replay, settings.devices, settings.branches)
+  check_replay(replay, settings.devices, settings.branches)
   replay = common.fit_keep(shape, replay, settings.devices, flags.dtype)
   group = problems.random_group(shape, replay, settings.prefix_len, settings.branches, settings.branch_len,
                                 np.dtype('float32'), kl=False)

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 
 from branchreplay import accelerators, config, gradients, mesh, model, objectives
+from branchreplay.checks import check_model, check_replay
 from branchreplay.config import ModelConfig, ObjectiveConfig, ReplayConfig, UserError
 from experiments import common, problems, work
 
@@ -88,8 +89,8 @@ def compiled_phases(settings: Roofline, longest: int, dtype: str):
       branch_capacity=settings.branch_len, replay_batch=settings.branches, keep=settings.keep, attention=settings.attention,
       row_block=settings.row_block, key_block=settings.key_block)
   mesh_ = mesh.make_mesh(1, settings.devices)
-  config.check_model(shape)
-  config.check_replay(replay, settings.devices, settings.branches)
+  check_model(shape)
+  check_replay(replay, settings.devices, settings.branches)
   replay = common.fit_keep(shape, replay, settings.devices, dtype)
   shape, replay = accelerators.settle(shape, replay, dtype, jax.devices()[0], common.log)
   objective = objectives.make_objective('grpo', ObjectiveConfig())

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from branchreplay import accelerators, config, gradients, mesh, model, objectives
+from branchreplay.checks import check_replay
 from branchreplay.config import ObjectiveConfig, ReplayConfig, UserError
 from experiments import common, problems
 
@@ -49,7 +50,7 @@ def variants(settings: Speed, dtype: str):
       branch_capacity=settings.branch_len, replay_batch=settings.replay_batch, row_block=settings.row_block,
       key_block=settings.key_block, keep=settings.keep, attention=settings.attention)
   whole, alone = mesh.make_mesh(1, settings.devices), mesh.make_mesh(1, 1)
-  config.check_replay(replay, settings.devices, settings.branches)
+  check_replay(replay, settings.devices, settings.branches)
   replay = common.fit_keep(shape, replay, settings.devices, dtype)
   shape, replay = accelerators.settle(shape, replay, dtype, jax.devices()[0], common.log)
   objective = objectives.make_objective('grpo', ObjectiveConfig())

@@ -14,6 +14,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from branchreplay import accelerators, checkpoint, config, hf, lora, mesh, metrics, model, objectives, processes, tasks
+from branchreplay.checks import check_model, check_objective, check_replay, check_train
 from branchreplay.config import ObjectiveConfig, ReplayConfig, TrainConfig, UserError
 from experiments import adapters, common, guards, sources
 
@@ -97,18 +98,18 @@ def make_run(flags, kind: str = 'answer') -> Run:
                               lora_targets=train.lora_targets)
   if train.lora_rank and not train.init:
     raise UserError('LoRA adapts a model that is trained already; name its checkpoint folder with --init.')
-  config.check_model(shape)
-  config.check_objective(objective)
+  check_model(shape)
+  check_objective(objective)
   objectives.make_objective(train.objective, objective)
   if train.objective in objectives.PREFERENCES and train.branches < 2:
     raise UserError(f'{train.objective} compares branches; raise --branches from {train.branches} to 2 or more.')
-  config.check_train(train, where.data)
+  check_train(train, where.data)
   if train.offline and kind == 'pairs':
     raise UserError('preference pairs are ready-made already; leave --offline out.')
   if train.offline and objective.kl_coef and objective.kl_in == 'reward':
     raise UserError('ready-made responses come without a sampler\'s log-probs, which --kl_in=reward reads; use --kl_in=loss.')
   mesh_ = mesh.make_mesh(where.data, where.seq)
-  config.check_replay(replay, mesh_.shape[mesh.SEQ], train.branches)
+  check_replay(replay, mesh_.shape[mesh.SEQ], train.branches)
   replay = common.fit_keep(shape, replay, mesh_.shape[mesh.SEQ], flags.dtype, train.groups_at_once)
   said = []
   shape, replay = accelerators.settle(shape, replay, flags.dtype, mesh_.devices.flat[0], said.append)

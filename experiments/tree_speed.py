@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from branchreplay import batch, config, gradients, mesh, model, objectives, tree, trie
+from branchreplay.checks import check_replay
 from branchreplay.config import ObjectiveConfig, ReplayConfig, UserError
 from experiments import common
 
@@ -129,7 +130,7 @@ def main(flags):
   if len(turns) != len(fan_outs) or settings.rounds < 1 or settings.prompt_len < 1:
     raise UserError('give as many --turn_lens as --fan_outs, and --rounds and --prompt_len of at least 1.')
   shape, mesh_ = config.preset(settings.model), mesh.make_mesh(1, settings.devices)
-  config.check_replay(replay_of(settings, settings.prompt_len, 0), settings.devices, 1)
+  check_replay(replay_of(settings, settings.prompt_len, 0), settings.devices, 1)
   objective = objectives.make_objective('grpo', ObjectiveConfig())
   params = model.init(shape, jax.random.key(0), flags.dtype)
   memory = {n: memory_of(settings, mesh_, shape, objective, flags.dtype, turns, fan_outs, n) for n in leaves}

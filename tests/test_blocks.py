@@ -4,7 +4,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from branchreplay import batch, config
+from branchreplay import batch
+from branchreplay.checks import check_replay
 from branchreplay.config import UserError
 from branchreplay.full_sequence import block_sight
 from tests.engine import REPLAY, SMALL, distance, gradient
@@ -69,4 +70,4 @@ def test_mistakes():
   with pytest.raises(UserError, match='token id 99'):
     batch.make_masked_group(SMALL, REPLAY, [5], [[39, 99]], [[8, 9]], [[1, 0]])
   with pytest.raises(UserError, match='block_len=3 does not divide branch_segment_len=8'):
-    config.check_replay(dataclasses.replace(REPLAY, block_len=3), 1, 2)
+    check_replay(dataclasses.replace(REPLAY, block_len=3), 1, 2)

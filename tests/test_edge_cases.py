@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from branchreplay import attention, batch, config, deltanet, mesh, rope, state
+from branchreplay.checks import check_replay
 from branchreplay.config import UserError
 from tests.engine import REPLAY, SMALL, distance, flat, function, gradient, make, parameters
 
@@ -101,7 +102,7 @@ def test_devices_that_are_not_there(devices, message):
     ({'mode': 'fast'}, "unknown mode 'fast'")])
 def test_replay_configurations_that_do_not_fit(changes, message):
   with pytest.raises(UserError, match=message):
-    config.check_replay(dataclasses.replace(REPLAY, **changes), 8, 4)
+    check_replay(dataclasses.replace(REPLAY, **changes), 8, 4)
 
 
 def merged(o, top, total):

@@ -8,7 +8,8 @@ import optax
 import pytest
 
 from branchreplay import gradients, lora, mesh, model, objectives
-from branchreplay.config import ModelConfig, UserError, check_model
+from branchreplay.checks import check_model
+from branchreplay.config import ModelConfig, UserError
 from experiments import training
 from tests.engine import OBJECTIVE, REPLAY, SMALL, distance, function, make, parameters
 

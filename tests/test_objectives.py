@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from branchreplay import objectives
+from branchreplay.checks import check_objective
 from branchreplay.config import (
-    OBJECTIVE_PRESETS, ObjectiveConfig, UserError, check_objective, objective_preset)
+    OBJECTIVE_PRESETS, ObjectiveConfig, UserError, objective_preset)
 from branchreplay.objectives import Scores, make_objective
 
 CASES = Path(__file__).parent / 'cases' / 'objectives'

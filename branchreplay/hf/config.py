@@ -3,7 +3,8 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from branchreplay.config import ModelConfig, UserError, check_model
+from branchreplay.checks import check_model
+from branchreplay.config import ModelConfig, UserError
 
 
 class Family(NamedTuple):

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 
 from branchreplay import batch as batches
-from branchreplay import config, gradients, hf, mesh, objectives
+from branchreplay import gradients, hf, mesh, objectives
+from branchreplay.checks import check_replay
 from branchreplay.config import ModelConfig, ObjectiveConfig, ReplayConfig
 from experiments import common
 from experiments.peers import worker
@@ -44,7 +45,7 @@ def prepare(case):
   jax.config.update('jax_num_cpu_devices', dials.devices)
   model, mesh_ = hf.read_config(f'{case}/model'), mesh.make_mesh(1, dials.devices)
   replay = sizes_of(dials, model, **hf.batch_sizes(case))
-  config.check_replay(replay, dials.devices, hf.batch_sizes(case)['branches'])
+  check_replay(replay, dials.devices, hf.batch_sizes(case)['branches'])
   replay = common.fit_keep(model, replay, dials.devices, 'float32')
   group = batches.stack([hf.read_batch(case, model, replay, np.float32)])
   params = hf.load(f'{case}/model', model, mesh_, replay, 'float32')
