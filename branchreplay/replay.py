@@ -56,12 +56,13 @@ def _unless(spare, work):
   return lax.cond(spare, lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(work)), work)
 
 
-def _attend(model, replay, view: View, block, h, k_own, v_own, layer, kind, known, spare):
+def _attend(model, replay, view: View, whole, h, k_own, v_own, layer, kind, known, spare):
   """An attention layer of `kind`: h after it, the node's keys and values with the segment's put in, (o, lse) and products.
 
+  whole() is the layer's block; its two halves ask for it apart, so that no weight is gathered before its turn.
   spare: see `_unless`; of all but keys and values.
   """
-  (q, k, v, gate), made = layers.attention_in(model, block, h, view.tables)
+  (q, k, v, gate), made = layers.attention_in(model, whole(), h, view.tables)
   put = lambda x, y: lax.dynamic_update_slice_in_dim(x, head_major(y, x.dtype), view.at, 1)
   k_own, v_own = put(k_own, k), put(v_own, v)
 
@@ -73,7 +74,7 @@ def _attend(model, replay, view: View, block, h, k_own, v_own, layer, kind, know
       o, lse = unfold_rows(model, o).astype(h.dtype), unfold_rows(model, lse)
     else:
       o, lse = known
-    return *layers.attention_out(model, block, h, o, gate), (o, lse)
+    return *layers.attention_out(model, whole(), h, o, gate), (o, lse)
 
   h, more, found = _unless(spare, rest)
   return h, k_own, v_own, found, (made, more)
@@ -103,14 +104,14 @@ def extend(model: ModelConfig, replay: ReplayConfig, params: Params, split: Para
     a, m, ks, vs, deltas, convs, kept = 0, 0, [], [], [], [], []
     for place, (block, is_split, kind, known) in enumerate(zip(blocks, split.blocks, model.pattern, earlier)):
       block, h = lax.optimization_barrier((block, h))  # no layer's weights are gathered before its turn
-      block = mesh.gather_tree(block, is_split)
+      whole = lambda block=block, is_split=is_split: mesh.gather_tree(block, is_split)
       kept.append(Kept(h))
       if kind == 'deltanet':
-        h, d, c, made = delta_layer(model, block, h, delta[m], conv[m], segment.length, segment.wide)
+        h, d, c, made = delta_layer(model, whole(), h, delta[m], conv[m], segment.length, segment.wide)
         deltas, convs, m = deltas + [d], convs + [c], m + 1
       else:
         layer = r * model.attention_per_repeat + a
-        h, k1, v1, found, made = _attend(model, replay, view, block, h, k[a], v[a], layer, kind, known,
+        h, k1, v1, found, made = _attend(model, replay, view, whole, h, k[a], v[a], layer, kind, known,
                                          _spare(model, outputs, place, r))
         kept[-1] = kept[-1].replace(attention=found)
         ks, vs, a = ks + [k1], vs + [v1], a + 1
