@@ -86,7 +86,8 @@ def working_bytes(shape: ModelConfig, replay: ReplayConfig, devices: int, dtype:
   """Phase -> bytes per device of what lives within a step: an estimate, of the largest layer's arrays.
 
   T positions of a segment, of which a device has t; rows of all devices meet in attention. Counted in arrays that
-  are alive together at the worst point of a layer: forward 1 set, backward with its recomputation 2.
+  are alive together at the worst point of a layer: forward 1 set, backward with its recomputation about 2, of the delta
+  rule 3 1/2; how many is by the compiler's reports (tests/test_plan.py).
   """
   m, size, f32 = shape, np.dtype(jax.numpy.dtype(dtype)).itemsize, 4
   attention = m.repeats * m.attention_per_repeat
@@ -107,7 +108,7 @@ def working_bytes(shape: ModelConfig, replay: ReplayConfig, devices: int, dtype:
     hidden = t * (m.width + m.mlp_width) * size
     if not backward:
       return t * kept[replay.kept] + max(attended + hidden, delta + hidden, 3 * hidden)
-    return t * kept[keep] + max(3 * attended + 2 * hidden, 4 * delta + 2 * states + 2 * hidden, 5 * hidden)
+    return t * kept[keep] + max(3 * attended + 2 * hidden, 7 * delta // 2 + 2 * states + 2 * hidden, 5 * hidden)
 
   logits = min(replay.vocab_rows, replay.branch_segment_len * replay.replay_batch) * m.vocab_size * f32
   branch = replay.branch_segment_len * replay.replay_batch

@@ -3,7 +3,8 @@
     bash launch.sh roofline --prefix_len=1024,2048,4096,8192,16384,32768,65536 --out=experiments/results/roofline.jsonl
 
 One compilation serves all lengths (its seconds are in the row); the rate is that of a product of
-square matrices on all devices at once, measured before each length. FLOPs are those of the matrix
+square matrices on all devices at once for about a second, before and after each phase (the machine's
+rate changes by a third from one minute to the next): a phase's is the mean of the two. FLOPs are those of the matrix
 products that are run, recomputation included, pairs that the causal mask hides left out, as in
 work.py. Pull is the exact update's time less the detached one's, both on a capture made before.
 About 25 minutes on 2 cores, most of them at 65,536. Expected: seconds that fit c + a P + b P^2 (c: what
@@ -40,6 +41,7 @@ class Roofline:
   devices: int = 2  # devices of the seq axis
   rounds: int = 3  # medians are reported
   matrix: int = 1024  # rows and columns of the square matrices
+  products: int = 48  # of them, one after another on each device: about a second on 2 cores
   out: str = ''  # JSONL file to append the rows to
 
 
@@ -58,15 +60,14 @@ def seconds(function, *arguments, rounds: int) -> float:
   return float(np.median(seen))
 
 
-def matmul_rate(mesh_, size: int, dtype: str, rounds: int) -> float:
-  """FLOPs a second of `size` x `size` products, one after another on each device, all devices together."""
-  count = max(1, int(2e10 / (2 * size**3)))
+def matmul_rate(mesh_, size: int, count: int, dtype: str):
+  """A function that measures FLOPs a second of `count` products of `size` x `size` on each device, all devices together."""
   def local(a):
     return jax.lax.fori_loop(0, count, lambda _, x: a[0] @ x * (1 / size), a[0])[None]
   a = jnp.ones((mesh_.shape[mesh.SEQ], size, size), dtype)
-  run = mesh.sharded(mesh_, local, (P(mesh.SEQ),), P(mesh.SEQ))
-  jax.block_until_ready(run(a))
-  return mesh_.shape[mesh.SEQ] * count * 2 * size**3 / seconds(run, a, rounds=rounds)
+  run = mesh.sharded(mesh_, local, (P(mesh.SEQ),), P(mesh.SEQ)).lower(a).compile()
+  a = jax.device_put(a, run.input_shardings[0][0])
+  return lambda: mesh_.shape[mesh.SEQ] * count * 2 * size**3 / seconds(run, a, rounds=1)
 
 
 def phase_flops(shape: ModelConfig, keep: str, prefix_len: int, branches: int, branch_len: int) -> dict:
@@ -115,25 +116,28 @@ def measure(settings: Roofline, length: int, phases, dtype: str) -> dict:
   """The row of a prompt of `length` tokens; phases: of `compiled_phases`."""
   shape, replay, mesh_, (capture, detached, exact), arguments, took = phases
   params, group = arguments(length)
-  rate = matmul_rate(mesh_, settings.matrix, dtype, settings.rounds)
+  rate = matmul_rate(mesh_, settings.matrix, settings.products, dtype)
   captured = jax.block_until_ready(capture(params, group))
-  found = {'capture': seconds(capture, params, group, rounds=settings.rounds),
-           'replay': seconds(detached, params, group, captured, rounds=settings.rounds)}
-  found['pull'] = seconds(exact, params, group, captured, rounds=settings.rounds) - found['replay']
+  found, rates = {}, [rate()]
+  for phase, function, given in (('capture', capture, ()), ('replay', detached, (captured,)), ('pull', exact, (captured,))):
+    found[phase] = seconds(function, params, group, *given, rounds=settings.rounds)
+    rates.append(rate())
+  found['pull'] -= found['replay']
   flops = phase_flops(shape, replay.keep, length, settings.branches, settings.branch_len)
   row = common.provenance() | dataclasses.asdict(settings) | {
       'prefix_len': length, 'keep': replay.keep, 'kernel': replay.attention, 'dtype': dtype, 'capacity': length, 'compile_s': took,
-      'matmul_flops_per_s': rate, 'seconds': sum(found.values())}
-  for phase in PHASES:
-    row |= {f'{phase}_s': found[phase], f'{phase}_flops': flops[phase], f'{phase}_share': flops[phase] / found[phase] / rate}
+      'matmul_flops_per_s': float(np.mean(rates)), 'rates': rates, 'seconds': sum(found.values())}
+  for phase, before, after in zip(PHASES, rates, rates[1:]):
+    row |= {f'{phase}_s': found[phase], f'{phase}_flops': flops[phase],
+            f'{phase}_share': flops[phase] / found[phase] / ((before + after) / 2)}
   return row
 
 
 def main(flags):
   settings = common.from_flags(flags, Roofline())
   lengths = common.whole_numbers('prefix_len', settings.prefix_len, 1)
-  if min(settings.rounds, settings.branches, settings.branch_len, settings.matrix) < 1 or settings.repeats < 0:
-    raise UserError('rounds, branches, branch_len and matrix must be at least 1, repeats at least 0.')
+  if min(settings.rounds, settings.branches, settings.branch_len, settings.matrix, settings.products) < 1 or settings.repeats < 0:
+    raise UserError('rounds, branches, branch_len, matrix and products must be at least 1, repeats at least 0.')
   phases = compiled_phases(settings, max(lengths), flags.dtype)
   for length in lengths:
     row = measure(settings, length, phases, flags.dtype) | {'capacity': max(lengths)}
