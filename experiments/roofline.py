@@ -8,7 +8,7 @@ rate changes by a third from one minute to the next): a phase's is the mean of t
 products that are run, recomputation included, pairs that the causal mask hides left out, as in
 work.py. Pull is the exact update's time less the detached one's, both on a capture made before.
 About 25 minutes on 2 cores, most of them at 65,536. Expected: seconds that fit c + a P + b P^2 (c: what
-is cleared for a capture as long as the longest), capture above 60% and pull above 50% of the rate at 32,768.
+is cleared for a capture as long as the longest), at 32,768 capture at about 60% of the rate and pull above 60%.
 """
 import dataclasses
 import time
