@@ -241,7 +241,7 @@ def draw_speed(figure, table):
 def draw_compare(figure, table):
   left, right = figure.subplots(1, 2)
   cases, peers = (list(dict.fromkeys(r[k] for r in table)) for k in ('case', 'peer'))
-  for axes, value, label in ((left, 'seconds', 'seconds an update'), (right, 'update_mib', 'MiB an update adds at its peak')):
+  for axes, value, label in ((left, 'over_ours', 'seconds an update, over ours in the same rounds'), (right, 'update_mib', 'MiB an update adds at its peak')):
     for i, peer in enumerate(peers):
       own = [r for r in table if r['peer'] == peer]
       axes.bar([cases.index(r['case']) + i * 0.8 / len(peers) for r in own], [r[value] for r in own], 0.8 / len(peers), label=peer)
