@@ -94,6 +94,7 @@ def _dot(a, b, contract):
 
 
 def index(*starts):
+  """Starts of a slice, integers or i32 [], as i32 [] all: in 64-bit mode they would differ."""
   return tuple(jnp.asarray(s, jnp.int32) for s in starts)
 
 

@@ -161,10 +161,10 @@ def _attend_back(model, replay, view: View, trained, whole, kept: Kept, own, dow
     x = mesh.to_device(x) if replay.offload else x
     return jnp.moveaxis(x.reshape(model.kv_heads, *segment.tokens.shape, -1), 0, 2).astype(kept.h.dtype)
 
-  stacked = [[x[None] for x in down]] if apart else []
+  held = [x[None] for x in down] if apart else [dk, dv]  # what the segment's cotangents are summed in
   if dh is None:
     pull_in = jax.vjp(lambda p, h: first(p, h)[1:3], trained, kept.h)[1]
-    return *pull_in(tuple(spent(x, 0 if apart else layer) for x in (stacked or [(dk, dv)])[0])), dk, dv, down
+    return *pull_in(tuple(spent(x, 0 if apart else layer) for x in held)), dk, dv, down
   h, (o, lse) = kept.h, kept.attention
   last = lambda p, h, o, gate: layers.attention_out(model, whole(p), h, o, gate, known[1])[0]
   (q, _, _, gate), pull_in = jax.vjp(first, trained, h)
@@ -176,15 +176,16 @@ def _attend_back(model, replay, view: View, trained, whole, kept: Kept, own, dow
   lse, delta = jnp.split(fold_rows(model, jnp.concatenate([lse, delta])), 2, 1)  # one gather of both
   sums = (_fetch_layer(dk, layer), _fetch_layer(dv, layer)) if replay.offload else (dk, dv)
   _, backward = kernels.pair(replay.attention)
-  dq, (sums, *stacked) = backward(
+  dq, (sums, *others) = backward(
       fold_rows(model, q), *attention_problem(model, replay, view, *own, layer, kind, kernels.CHUNK_BACK),
-      lse, fold_rows(model, do.astype(q.dtype)), delta, (sums, *stacked))
+      lse, fold_rows(model, do.astype(q.dtype)), delta, (sums, held) if apart else (sums,))
   dq = unfold_rows(model, mesh.scatter_sum(dq.reshape(*row_shape(model, segment), -1), 2))
-  dkv = [spent(x, 0 if apart or replay.offload else layer) for x in (sums, *stacked)[-1]]
+  held, at = (others[0], 0) if apart else (sums, 0 if replay.offload else layer)
+  dkv = [spent(x, at) for x in held]
   dp_in, dh_in = pull_in((dq.astype(q.dtype), *dkv, dgate))
   dk, dv = (_put_layer(dk, sums[0], layer), _put_layer(dv, sums[1], layer)) if replay.offload else sums
   dp = jax.tree.map(jnp.add, dp_in, dp_out)
-  return dp, dh_in + dh_out, dk, dv, [x[0] for x in stacked[0]] if apart else down
+  return dp, dh_in + dh_out, dk, dv, [x[0] for x in held] if apart else down
 
 
 def _delta_back(model, segment: Segment, trained, whole, kept: Kept, before, dh, dafter):

@@ -95,7 +95,8 @@ def speed_rows(settings: Accelerator, dtype: str):
   for length in common.whole_numbers('speed_len', settings.speed_len, 1):
     asked = roofline.Roofline(model=settings.model, repeats=0, branch_len=settings.branch_len, branches=settings.branches,
                               segment_len=settings.segment_len, attention=settings.attention, devices=jax.device_count(),
-                              rounds=settings.rounds, matrix=settings.matrix, key_block=1024, row_block=1024)
+                              rounds=settings.rounds, matrix=settings.matrix, products=1 if jax.default_backend() == 'cpu' else 48,
+                              key_block=1024, row_block=1024)
     row = roofline.measure(asked, length, roofline.compiled_phases(asked, length, dtype), dtype)
     peak = next((flops for name, flops in PEAK.items() if name in jax.devices()[0].device_kind), None)
     if peak:

@@ -2,11 +2,11 @@
 
     bash launch.sh roofline --prefix_len=1024,2048,4096,8192,16384,32768,65536 --out=experiments/results/roofline.jsonl
 
-One compilation serves all lengths (its seconds are in the row); the rate is that of a product of
-square matrices on all devices at once for about a second, before and after each phase (the machine's
-rate changes by a third from one minute to the next): a phase's is the mean of the two. FLOPs are those of the matrix
-products that are run, recomputation included, pairs that the causal mask hides left out, as in
-work.py. Pull is the exact update's time less the detached one's, both on a capture made before.
+One compilation serves all lengths (its seconds are in the row); the rate is that of products of square
+matrices on all devices at once for about a second, before and after each phase (a machine's rate can
+change by a third from one minute to the next), and a phase's is the mean of the two. FLOPs are those of
+the matrix products that are run, recomputation included, pairs that the causal mask hides left out, as
+in work.py. Pull is the exact update's time less the detached one's, both on a capture made before.
 About 25 minutes on 2 cores, most of them at 65,536. Expected: seconds that fit c + a P + b P^2 (c: what
 is cleared for a capture as long as the longest), at 32,768 capture at about 60% of the rate and pull above 60%.
 """
@@ -61,7 +61,7 @@ def seconds(function, *arguments, rounds: int) -> float:
 
 
 def matmul_rate(mesh_, size: int, count: int, dtype: str):
-  """A function that measures FLOPs a second of `count` products of `size` x `size` on each device, all devices together."""
+  """Compiles a function that measures FLOPs a second of `count` products of `size` x `size` on each device, all devices together."""
   def local(a):
     return jax.lax.fori_loop(0, count, lambda _, x: a[0] @ x * (1 / size), a[0])[None]
   a = jnp.ones((mesh_.shape[mesh.SEQ], size, size), dtype)
@@ -82,7 +82,7 @@ def phase_flops(shape: ModelConfig, keep: str, prefix_len: int, branches: int, b
 
 
 def compiled_phases(settings: Roofline, longest: int, dtype: str):
-  """The model, replay settings and mesh; (capture, replay, replay and pull) compiled; a maker of arguments; seconds."""
+  """The model and replay settings; `matmul_rate`; (capture, replay, replay and pull) compiled; a maker of arguments; seconds."""
   shape = config.preset(settings.model)
   shape = dataclasses.replace(shape, repeats=settings.repeats or shape.repeats)
   replay = ReplayConfig(
@@ -109,14 +109,13 @@ def compiled_phases(settings: Roofline, longest: int, dtype: str):
   took = time.perf_counter() - started
   arguments = lambda length: jax.device_put((params, group_of(length)), capture.input_shardings[0])
   common.log(f'compiled in {took:.0f} s, keep={replay.keep}')
-  return shape, replay, mesh_, functions, arguments, took
+  return shape, replay, matmul_rate(mesh_, settings.matrix, settings.products, dtype), functions, arguments, took
 
 
 def measure(settings: Roofline, length: int, phases, dtype: str) -> dict:
   """The row of a prompt of `length` tokens; phases: of `compiled_phases`."""
-  shape, replay, mesh_, (capture, detached, exact), arguments, took = phases
+  shape, replay, rate, (capture, detached, exact), arguments, took = phases
   params, group = arguments(length)
-  rate = matmul_rate(mesh_, settings.matrix, settings.products, dtype)
   captured = jax.block_until_ready(capture(params, group))
   found, rates = {}, [rate()]
   for phase, function, given in (('capture', capture, ()), ('replay', detached, (captured,)), ('pull', exact, (captured,))):
