@@ -45,7 +45,7 @@ find_accelerator() {
   fi
 }
 
-# What XLA, NCCL and libtpu are told where the caller says nothing else; read before JAX starts.
+# What XLA, NCCL and libtpu are told where the caller says nothing else; read before JAX starts. (tests/conftest.py tells it for tests.)
 accelerator_defaults() {
   case $1 in
     gpu)
@@ -62,6 +62,11 @@ accelerator_defaults() {
       export LIBTPU_INIT_ARGS=${LIBTPU_INIT_ARGS:---xla_tpu_enable_async_collective_fusion=true \
 --xla_tpu_enable_async_collective_fusion_fuse_all_gather=true --xla_tpu_enable_async_collective_fusion_multiple_steps=true \
 --xla_tpu_overlap_compute_collective_tc=true --xla_enable_async_all_gather=true}
+      ;;
+    none)
+      # Whole registers of a CPU that has AVX-512, where XLA's default is half of one: exponentials take 0.6 of the time.
+      [[ ${XLA_FLAGS:-} == *prefer_vector_width* || $name == test ]] ||
+        export XLA_FLAGS="--xla_cpu_prefer_vector_width=512 ${XLA_FLAGS:-}"
       ;;
   esac
 }

@@ -3,10 +3,10 @@
     bash launch.sh roofline --prefix_len=1024,2048,4096,8192,16384,32768,65536 --out=experiments/results/roofline.jsonl
 
 One compilation serves all lengths (its seconds are in the row); the rate is that of products of square
-matrices on all devices at once for about a second, before and after each phase (a machine's rate can
-change by a third from one minute to the next), and a phase's is the mean of the two. FLOPs are those of
-the matrix products that are run, recomputation included, pairs that the causal mask hides left out, as
-in work.py. Pull is the exact update's time less the detached one's, both on a capture made before.
+matrices on all devices at once for about a second, before and after each round of a phase (a machine's rate can
+change by a third from one minute to the next); a share is of what the mean of the two would have made of the
+round's time, the median of the rounds. FLOPs are those of the matrix products that are run, recomputation
+included, pairs that the causal mask hides left out, as in work.py. Pull is the exact update's time less the detached one's, both on a capture made before.
 About 25 minutes on 2 cores, most of them at 65,536. Expected: seconds that fit c + a P + b P^2 (c: what
 is cleared for a capture as long as the longest), at 32,768 capture at about 60% of the rate and pull above 60%.
 """
@@ -50,14 +50,11 @@ def define(flags):
   flags.set_default('virtual_devices', Roofline().devices)  # more would be more threads on the same cores
 
 
-def seconds(function, *arguments, rounds: int) -> float:
-  """Median time of a call."""
-  seen = []
-  for _ in range(rounds):
-    started = time.perf_counter()
-    jax.block_until_ready(function(*arguments))
-    seen.append(time.perf_counter() - started)
-  return float(np.median(seen))
+def seconds(function, *arguments) -> float:
+  """Time of a call."""
+  started = time.perf_counter()
+  jax.block_until_ready(function(*arguments))
+  return time.perf_counter() - started
 
 
 def matmul_rate(mesh_, size: int, count: int, dtype: str):
@@ -67,7 +64,7 @@ def matmul_rate(mesh_, size: int, count: int, dtype: str):
   a = jnp.ones((mesh_.shape[mesh.SEQ], size, size), dtype)
   run = mesh.sharded(mesh_, local, (P(mesh.SEQ),), P(mesh.SEQ)).lower(a).compile()
   a = jax.device_put(a, run.input_shardings[0][0])
-  return lambda: mesh_.shape[mesh.SEQ] * count * 2 * size**3 / seconds(run, a, rounds=1)
+  return lambda: mesh_.shape[mesh.SEQ] * count * 2 * size**3 / seconds(run, a)
 
 
 def phase_flops(shape: ModelConfig, keep: str, prefix_len: int, branches: int, branch_len: int) -> dict:
@@ -117,18 +114,23 @@ def measure(settings: Roofline, length: int, phases, dtype: str) -> dict:
   shape, replay, rate, (capture, detached, exact), arguments, took = phases
   params, group = arguments(length)
   captured = jax.block_until_ready(capture(params, group))
-  found, rates = {}, [rate()]
+  found, rates = {}, {}
   for phase, function, given in (('capture', capture, ()), ('replay', detached, (captured,)), ('pull', exact, (captured,))):
-    found[phase] = seconds(function, params, group, *given, rounds=settings.rounds)
-    rates.append(rate())
-  found['pull'] -= found['replay']
+    found[phase], rates[phase] = [], [rate()]
+    for _ in range(settings.rounds):
+      found[phase].append(seconds(function, params, group, *given))
+      rates[phase].append(rate())
   flops = phase_flops(shape, replay.keep, length, settings.branches, settings.branch_len)
+  took_s = {phase: float(np.median(s)) for phase, s in found.items()}
+  # What products would have made of a round's time, by the rates before and after it.
+  possible = {phase: float(np.median(s * np.convolve(rates[phase], [0.5, 0.5], 'valid'))) for phase, s in found.items()}
+  for of_phases in (took_s, possible):
+    of_phases['pull'] -= of_phases['replay']  # `exact` is both
   row = common.provenance() | dataclasses.asdict(settings) | {
       'prefix_len': length, 'keep': replay.keep, 'kernel': replay.attention, 'dtype': dtype, 'capacity': length, 'compile_s': took,
-      'matmul_flops_per_s': float(np.mean(rates)), 'rates': rates, 'seconds': sum(found.values())}
-  for phase, before, after in zip(PHASES, rates, rates[1:]):
-    row |= {f'{phase}_s': found[phase], f'{phase}_flops': flops[phase],
-            f'{phase}_share': flops[phase] / found[phase] / ((before + after) / 2)}
+      'matmul_flops_per_s': float(np.mean(sum(rates.values(), []))), 'rates': rates, 'seconds': sum(took_s.values())}
+  for phase in PHASES:
+    row |= {f'{phase}_s': took_s[phase], f'{phase}_flops': flops[phase], f'{phase}_share': flops[phase] / possible[phase]}
   return row
 
 

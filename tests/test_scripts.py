@@ -41,9 +41,11 @@ def test_roofline(capsys):
   sizes = ['--branch_len=8', '--segment_len=32', '--branches=2', '--rounds=1', '--matrix=64', '--products=2', '--virtual_devices=8', '--keep=layers']
   short, long = rows_of(roofline, capsys, '--model=tiny-dense', '--prefix_len=40,80', *sizes)
   for row in (short, long):
-    for phase, before, after in zip(('capture', 'replay', 'pull'), row['rates'], row['rates'][1:]):
-      rate = (before + after) / 2
-      assert row[f'{phase}_share'] == pytest.approx(row[f'{phase}_flops'] / row[f'{phase}_s'] / rate)
+    capture, replay, pull = (sum(row['rates'][phase]) / 2 for phase in ('capture', 'replay', 'pull'))
+    possible = {'capture': row['capture_s'] * capture, 'replay': row['replay_s'] * replay}
+    possible['pull'] = (row['pull_s'] + row['replay_s']) * pull - possible['replay']
+    for phase, flops in possible.items():
+      assert row[f'{phase}_share'] == pytest.approx(row[f'{phase}_flops'] / flops)
     assert row['seconds'] == pytest.approx(sum(row[f'{phase}_s'] for phase in ('capture', 'replay', 'pull')))
   assert short['compile_s'] == long['compile_s'] and (short['prefix_len'], long['prefix_len'], long['capacity']) == (40, 80, 80)
 
