@@ -128,6 +128,8 @@ def compare_table(rows) -> list[dict]:
 def roofline_table(rows) -> list[dict]:
   """Seconds of an exact update over prefix length, and what c + a P + b P^2 makes of them (least squares of relative errors)."""
   rows = [r for r in rows if not r['repeats']]  # the preset's own number of layers
+  longest = max(r['capacity'] for r in rows)  # of one run: what is cleared for a capture is the same
+  rows = sorted((r for r in rows if r['capacity'] == longest), key=lambda r: r['prefix_len'])
   p, seconds = (np.array([r[k] for r in rows], float) for k in ('prefix_len', 'seconds'))
   powers = np.stack([p**0, p, p**2], 1)
   fitted = powers @ np.linalg.lstsq(powers / seconds[:, None], np.ones(len(p)), rcond=None)[0]

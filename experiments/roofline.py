@@ -2,13 +2,14 @@
 
     bash launch.sh roofline --prefix_len=1024,2048,4096,8192,16384,32768,65536 --out=experiments/results/roofline.jsonl
 
-One compilation serves all lengths (its seconds are in the row); the rate is that of products of square
-matrices on all devices at once for about a second, before and after each round of a phase (a machine's rate can
-change by a third from one minute to the next); a share is of what the mean of the two would have made of the
-round's time, the median of the rounds. FLOPs are those of the matrix products that are run, recomputation
-included, pairs that the causal mask hides left out, as in work.py. Pull is the exact update's time less the detached one's, both on a capture made before.
-About 25 minutes on 2 cores, most of them at 65,536. Expected: seconds that fit c + a P + b P^2 (c: what
-is cleared for a capture as long as the longest), at 32,768 capture at about 60% of the rate and pull above 60%.
+One compilation serves all lengths (its seconds are in the row). The rate is that of products of square
+matrices on all devices at once for about a second, before and after each round of a phase (a machine's rate
+can change by a third from one minute to the next); a share is of what the mean of the two would have made of
+the round's time, the median of the rounds. FLOPs are those of the matrix products that are run, recomputation
+included, pairs that the causal mask hides left out, as in work.py. Pull is the exact update's time less the
+detached one's, both on a capture made before. About an hour on 2 cores, most of it at 65,536. Expected:
+seconds that fit c + a P + b P^2 (c: what is cleared for a capture as long as the longest), at 32,768 capture
+at 50% to 60% of the rate and pull above 60%.
 """
 import dataclasses
 import time

@@ -260,7 +260,7 @@ def make_learner(run: Run, optimizer) -> Learner:
   if run.train.init:
     params = hf.load(run.train.init, run.model, run.mesh, run.replay, run.dtype)
   else:
-    init = jax.jit(model.init, static_argnums=(0, 2), out_shardings=run.shardings)  # of one function: the warm-up compiles it no second time
+    init = jax.jit(model.init, static_argnums=(0, 2), out_shardings=run.shardings)  # not of a lambda, which would compile anew
     params = init(run.model, jax.random.key(run.train.seed), run.dtype)
   reference = params if keeps_reference(run) else None
   return on_mesh(run, Learner(params, jax.jit(optimizer.init)(params), jax.random.key(run.train.seed + 1),

@@ -68,6 +68,15 @@ def test_work_by_hand(capsys):
   assert 15 < row['positions_ratio'] < 16 < row['flops_ratio'] < row['flops_ratio_detached']
 
 
+def test_the_roofline_figure_is_of_one_capacity():
+  """The fit over prefix length: rows of a shorter capture's own run, or of other depths, are not in it."""
+  row = lambda p, capacity, repeats=0: {'model': 'bench', 'repeats': repeats, 'prefix_len': p, 'capacity': capacity, 'seconds': 1 + p + p * p} | {
+      f'{phase}_{what}': 0.5 for phase in ('capture', 'replay', 'pull') for what in ('s', 'share')}
+  table = figures.roofline_table([row(8, 8) | {'seconds': 9e9}, row(16, 16), row(2, 16), row(4, 16), row(8, 16), row(16, 16, 4)])
+  assert [r['prefix_len'] for r in table] == [2, 4, 8, 16]
+  assert all(abs(r['fitted'] / r['seconds'] - 1) < 1e-9 for r in table)
+
+
 def test_reproduce_keeps_what_is_done(capsys, tmp_path, monkeypatch):
   monkeypatch.setitem(reproduce.PARTS, 'work', (1, ['work', '--branches=2', '--ratios=1,4']))
   for _ in range(2):
