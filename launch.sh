@@ -45,8 +45,8 @@ find_accelerator() {
   fi
 }
 
-# What XLA, NCCL and libtpu are told where the caller says nothing else; read before JAX starts. (tests/conftest.py tells it for tests.)
-accelerator_defaults() {
+# What XLA, NCCL and libtpu are told where the caller says nothing else; read before JAX starts.
+machine_defaults() {
   case $1 in
     gpu)
       # A layer's weights are gathered while the one before it computes.
@@ -65,6 +65,7 @@ accelerator_defaults() {
       ;;
     none)
       # Whole registers of a CPU that has AVX-512, where XLA's default is half of one: exponentials take 0.6 of the time.
+      # Tests are told by tests/conftest.py, which has them compile fast.
       [[ ${XLA_FLAGS:-} == *prefer_vector_width* || $name == test ]] ||
         export XLA_FLAGS="--xla_cpu_prefer_vector_width=512 ${XLA_FLAGS:-}"
       ;;
@@ -110,7 +111,7 @@ done
   fail "unknown experiment '$name'; there are: ${names}and test."
 
 accelerator=$(find_accelerator)
-accelerator_defaults "$accelerator"
+machine_defaults "$accelerator"
 if [[ -n ${VENV:-} ]]; then
   venv=$(cd "$VENV" 2>/dev/null && pwd) || fail "VENV=$VENV is no folder; name an environment's."
 else
