@@ -37,8 +37,9 @@ class Roofline:
   segment_len: int = 1024  # positions of a prefix segment
   keep: str = 'auto'  # state | attention | layers | auto: what the way back need not compute again
   attention: str = 'auto'  # blocks | auto, tokamax or cudnn: kernels of an accelerator
-  row_block: int = 256  # query rows per block of the attention loops
-  key_block: int = 256  # keys per block of the attention loops
+  # Many rows for each copy of a block of keys, which a long prompt's come from memory; their scores fit a core's cache.
+  row_block: int = 512  # query rows per block of the attention loops
+  key_block: int = 128  # keys per block of the attention loops
   devices: int = 2  # devices of the seq axis
   rounds: int = 3  # medians are reported
   matrix: int = 1024  # rows and columns of the square matrices
