@@ -7,9 +7,9 @@ matrices on all devices at once for about a second, before and after each round 
 can change by a third from one minute to the next); a share is of what the mean of the two would have made of
 the round's time, the median of the rounds. FLOPs are those of the matrix products that are run, recomputation
 included, pairs that the causal mask hides left out, as in work.py. Pull is the exact update's time less the
-detached one's, both on a capture made before. About an hour on 2 cores, most of it at 65,536. Expected:
-seconds that fit c + a P + b P^2 (c: what is cleared for a capture as long as the longest), at 32,768 capture
-at 50% to 60% of the rate and pull above 60%.
+detached one's, both on a capture made before. Half an hour on 2 cores, most of it at 65,536. Expected:
+seconds that fit c + a P + b P^2 (c: what is cleared for a capture as long as the longest), at 32,768 capture,
+replay and pull at about 60% of the rate or above.
 """
 import dataclasses
 import time
