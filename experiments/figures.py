@@ -260,8 +260,8 @@ def draw_roofline(figure, table):
   left.set(xscale='log', yscale='log', xlabel='prefix positions P', ylabel='seconds of an exact update')
   for phase in ('capture', 'replay', 'pull'):
     right.plot(p, [r[f'{phase}_share'] for r in table], 'o-', label=phase)
-  right.set(xscale='log', xlabel='prefix positions P', ylabel="share of the machine's matrix-multiply rate")
-  right.set_ylim(bottom=0)  # a rate that wanders can put a share of one round above 1
+  right.set(xscale='log', xlabel='prefix positions P', ylabel="share of the machine's matrix-multiply rate",
+            ylim=(0, None))  # a rate that wanders can put a share of one round above 1
   left.legend(), right.legend()
 
 
