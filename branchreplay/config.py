@@ -75,7 +75,7 @@ class ReplayConfig:
   prefix_capacity: int = 1024  # prefix positions the state can hold
   branch_capacity: int = 64  # tokens of the longest branch
   block_len: int = 1  # branch tokens that see each other in attention (block diffusion); 1: causal
-  replay_batch: int = 1  # branches replayed at once; memory grows with it
+  replay_batch: int = 1  # branches replayed at once, branch_segment_len tokens of each; memory grows with it
   mode: str = 'exact'  # exact | detached | depth=K: prefix segments to pull through
   keep: str = 'state'  # state | attention | layers | auto: what the way back need not compute again, by the memory there is
   attention: str = 'blocks'  # blocks | auto, tokamax or cudnn: kernels of an accelerator, see accelerators.settle

@@ -7,6 +7,7 @@ a jitted function of a batch of groups from either.
 
 Letters: N groups, G branches, R branch capacity.
 """
+import dataclasses
 from typing import Any
 
 from flax import struct
@@ -44,7 +45,7 @@ def _padded(x, rows):
 
 def _open_node(model, replay, captured: Captured, part: MicroBatch) -> State:
   """A node of a micro-batch that starts at the captured state."""
-  slots = part.length.size * replay.branch_segments * replay.branch_segment_len // mesh.seq_size()
+  slots = part.rows * part.segments * part.width // mesh.seq_size()
   slots = states.empty_slots(model, states.slot_count(replay, slots), captured.state.slots.k.dtype)
   spread = lambda x: jnp.broadcast_to(x, (x.shape[0], part.rows, *x.shape[2:]))
   return State(slots, jax.tree.map(spread, captured.state.recurrent))
@@ -52,22 +53,23 @@ def _open_node(model, replay, captured: Captured, part: MicroBatch) -> State:
 
 def score_branches(model, replay, params: Params, split: Params, group, captured: Captured) -> Scores:
   """Forward of every branch on the captured state; scores [G, R], no graph."""
-  batch, rows, group = _grid(replay, group)
+  replay, group = _grid(model, replay, group)
+  count, index = branches.micro_batches(model, replay, group.length)
   cache = captured.state.slots
 
   def micro(i, scores):
-    part = branches.micro_batch(model, replay, group, i * batch, batch)
+    part = branches.micro_batch(model, replay, group, index, i)
 
     def step(j, carry):
       node, scores = carry
       node, h, _ = extend(model, replay, params, split, cache, node, branches.segment(replay, part, j))
-      own = head.scores(model, replay, params, split, h, branches.own_columns(replay, part, part.targets, j))
-      return node, jax.tree.map(lambda m, x: branches.put_columns(replay, part, m, x, j), scores, own)
+      own = head.scores(model, replay, params, split, h, branches.own_columns(part, part.targets, j))
+      return node, jax.tree.map(lambda m, x: branches.put_columns(part, m, x, j), scores, own)
 
-    n = branches.segment_count(replay, part)
+    n = branches.segment_count(part)
     return lax.fori_loop(jnp.int32(0), n, step, (_open_node(model, replay, captured, part), scores))[1]
 
-  return lax.fori_loop(0, rows // batch, micro, _zero_scores(group, params))
+  return lax.fori_loop(0, count, micro, _zero_scores(group, params))
 
 
 def _zero_scores(group, params):
@@ -75,12 +77,12 @@ def _zero_scores(group, params):
   return Scores(zeros, zeros, None if params.value is None else zeros)
 
 
-def _grid(replay, group):
-  """Micro-batch size, padded number of branches, and the group's tokens padded to it."""
+def _grid(model, replay, group):
+  """No more branches at once than there are, and the group's tokens padded to whole micro-batches of a row each."""
   count = group.inputs.shape[0]
-  batch = min(replay.replay_batch, count)
-  rows = -(-count // batch) * batch
-  return batch, rows, group.replace(
+  replay = dataclasses.replace(replay, replay_batch=min(replay.replay_batch, count))
+  rows = count if branches.segments_of(model, replay)[0] else -(-count // replay.replay_batch) * replay.replay_batch
+  return replay, group.replace(
       **{name: _padded(getattr(group, name), rows) for name in ('inputs', 'targets', 'length')})
 
 
@@ -100,7 +102,7 @@ class Forward:
 def _run_forward(model, replay, params, split, part: MicroBatch, captured: Captured) -> Forward:
   """Runs all segments but the last, which is run where it is pulled back; with keep=layers none is run again."""
   cache, node = captured.state.slots, _open_node(model, replay, captured, part)
-  n, more = branches.segment_count(replay, part), replay.branch_segments - 1
+  n, more = branches.segment_count(part), part.segments - 1
   keep = 'products' if replay.keep == 'layers' and more else ''
   put = lambda total, x, j: jax.tree.map(lambda t, x: lax.dynamic_update_index_in_dim(t, x, j, 0), total, x)
   run = lambda j, node: extend(model, replay, params, split, cache, node, branches.segment(replay, part, j), keep, outputs=bool(keep))
@@ -120,21 +122,22 @@ def _run_forward(model, replay, params, split, part: MicroBatch, captured: Captu
 
 def replay_branches(model, replay, params: Params, split: Params, group, captured: Captured, dscores_of,
                     cotangent: StateCotangent, grads: Params):
-  """Replays every branch, `replay_batch` at a time, and sums what they send into the state.
+  """Replays every branch, a micro-batch at a time, and sums what they send into the state.
 
   dscores_of(scores) -> Scores [G, R]: the objective's cotangents, given matrices
   that are right for the segment at hand (and zero where not yet replayed).
   Returns scores [G, R], the cotangent of the captured state, and grads.
   """
-  batch, rows, group = _grid(replay, group)
+  replay, group = _grid(model, replay, group)
+  count, index = branches.micro_batches(model, replay, group.length)
   cache = captured.state.slots
 
   def micro(i, carry):
     scores, dk, dv, drecurrent, grads = carry
-    part = branches.micro_batch(model, replay, group, i * batch, batch)
-    done, n = _run_forward(model, replay, params, split, part, captured), branches.segment_count(replay, part)
+    part = branches.micro_batch(model, replay, group, index, i)
+    done, n = _run_forward(model, replay, params, split, part, captured), branches.segment_count(part)
     take = lambda tree, j: jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, j, 0, False), tree)
-    own = lambda matrix, j: branches.own_columns(replay, part, matrix, j)
+    own = lambda matrix, j: branches.own_columns(part, matrix, j)
 
     def backward(step, carry):
       scores, slots, dnode, dk, dv, grads = carry
@@ -145,7 +148,7 @@ def replay_branches(model, replay, params: Params, split: Params, group, capture
       node, h, kept = run() if done.made is None else lax.cond(j == n - 1, run, lambda: (at(j + 1), *take(done.made, j)))
       targets = own(part.targets, j)
       new = head.scores(model, replay, params, split, h, targets)
-      scores = jax.tree.map(lambda m, x: branches.put_columns(replay, part, m, x, j), scores, new)
+      scores = jax.tree.map(lambda m, x: branches.put_columns(part, m, x, j), scores, new)
       slopes = jax.tree.map(lambda d: own(branches.of_micro_batch(part, d), j), dscores_of(scores))
       dh, grads = head.scores_backward(model, replay, params, split, h, targets, slopes, grads)
       dk, dv, dnode, grads = retract(model, replay, params, split, cache, node.slots, before, segment, kept,
@@ -153,13 +156,13 @@ def replay_branches(model, replay, params: Params, split: Params, group, capture
       return scores, node.slots, dnode, dk, dv, grads
 
     dnode = states.zero_cotangent(State(done.slots, take(done.before, 0)), replay.accumulate_dtype)
-    scores, _, dnode, dk, dv, grads = lax.fori_loop(
-        jnp.int32(0), n, backward, (scores, done.slots, dnode, dk, dv, grads))
+    carry = scores, done.slots, dnode, dk, dv, grads
+    scores, _, dnode, dk, dv, grads = backward(0, carry) if part.segments == 1 else lax.fori_loop(jnp.int32(0), n, backward, carry)
     add = lambda total, x: total + x.sum(1, keepdims=True).astype(total.dtype)
     return scores, dk, dv, jax.tree.map(add, drecurrent, dnode.recurrent), grads
 
   start = (_zero_scores(group, params), cotangent.k, cotangent.v, cotangent.recurrent, grads)
-  scores, dk, dv, drecurrent, grads = lax.fori_loop(0, rows // batch, micro, start)
+  scores, dk, dv, drecurrent, grads = lax.fori_loop(0, count, micro, start)
   return scores, StateCotangent(dk, dv, drecurrent), grads
 
 

@@ -137,11 +137,26 @@ def product_channels(model: ModelConfig) -> int:
 # ---------------------------------------------------------------- pieces of a layer
 
 
+@jax.custom_vjp
+def _scaled(y, weight):
+  """y [..., D] times weight [D], whose cotangent is summed over rows by a matrix product: a CPU's compiler takes ten times as long over the sum."""
+  return y * weight
+
+
+def _scaled_backward(saved, d):
+  y, weight = saved
+  rows = (y * d).reshape(-1, weight.size)
+  return d * weight, jnp.matmul(jnp.ones((1, rows.shape[0]), rows.dtype), rows, precision=lax.Precision.HIGHEST)[0]
+
+
+_scaled.defvjp(lambda y, weight: (y * weight, (y, weight)), _scaled_backward)
+
+
 def rms_norm(x, weight, offset: float, eps: float):
   """RMSNorm along the last axis in float32 at least; the scale is offset + weight."""
   y = x.astype(at_least_f32(x.dtype))
   y = y * lax.rsqrt((y * y).mean(-1, keepdims=True) + eps)
-  return (y * (offset + weight.astype(y.dtype))).astype(x.dtype)
+  return _scaled(y, offset + weight.astype(y.dtype)).astype(x.dtype)
 
 
 def _norm(model, x, weight):

@@ -78,7 +78,7 @@ def attention_problem(model, replay, view: View, k, v, layer, kind, chunk):
   ranges = [keys(cache.k, cache.v, cache.position, None, layer, replay.key_block, jnp.int32(0) if replay.offload else layer)]
   if own is not None:
     ranges.append(keys(k[None], v[None], own.position, own.branch if view.several else None, jnp.int32(0),
-                       min(replay.key_block, max(view.position.size, OWN_BLOCK)), jnp.int32(0)))
+                       min(replay.key_block, OWN_BLOCK if view.segment.packed else max(view.position.size, OWN_BLOCK)), jnp.int32(0)))
   return rows, tuple(ranges)
 
 

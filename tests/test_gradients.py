@@ -149,8 +149,32 @@ def test_branches_of_attention_layers_are_packed():
     mask = group.mask > 0
     np.testing.assert_allclose(got.scores.logprob[mask], want.scores.logprob[mask], atol=1e-12)
   one = jax.tree.map(lambda x: jnp.asarray(x[0]), group)
-  for shape, count in ((PACKED, 1), (SMALL, 3)):  # 34 tokens in rows of 6 * 8; a row each of 8 for the longest
-    assert branches.segment_count(REPLAY, branches.micro_batch(shape, REPLAY, one, 0, 6)) == count
+  six = dataclasses.replace(REPLAY, replay_batch=6)
+  for shape, segments in ((PACKED, 1), (SMALL, 3)):  # 34 tokens in rows of 6 * 8; a row each of 8 for the longest
+    count, index = branches.micro_batches(shape, six, one.length)
+    assert (count, branches.segment_count(branches.micro_batch(shape, six, one, index, 0))) == (1, segments)
+
+
+@pytest.mark.parametrize('batch, lengths, want', [
+    (1, [9, 12, 4, 0, 24, 1, 1], [0, 0, 1, 1, 2, 3, 3]),  # 3 segments of 8 hold the longest branch there may be, of 24
+    (2, [9, 12, 4, 0, 24, 1, 1], [0, 0, 0, 0, 1, 1, 1]),  # 2 of 16, as they do
+    (3, [24, 1, 23], [0, 1, 1]),  # 1 of 24
+    (9, [24] * 3, [0, 0, 0])])
+def test_packed_micro_batches_hold_whole_branches(batch, lengths, want):
+  replay, most = dataclasses.replace(REPLAY, replay_batch=batch), {1: 3, 2: 2}.get(batch, 1)
+  assert branches.segments_of(PACKED, replay) == (True, most)
+  count, index = branches.micro_batches(PACKED, replay, jnp.array(lengths, jnp.int32))
+  assert int(count) == want[-1] + 1 and index.tolist() == want
+
+
+def test_packed_branches_replayed_in_several_micro_batches():
+  """Exact whatever is replayed at once, with branches of more than a segment and of none."""
+  group = make(PACKED, 45, [24, 1, 0, 20, 3, 9])
+  want = gradient(PACKED, group, 1, True)
+  for batch in (1, 3):
+    got = gradient(PACKED, group, 2, keep='layers', replay_batch=batch)
+    assert distance(got, want) <= 1e-10
+    np.testing.assert_allclose(got.scores.logprob[group.mask > 0], want.scores.logprob[group.mask > 0], atol=1e-12)
 
 
 @pytest.mark.parametrize('repeats', [1, 2])

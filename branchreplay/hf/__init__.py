@@ -6,9 +6,9 @@
   writing.py   parameters and gradients -> safetensors
   case.py      a group of branches from a batch.npz
 """
-from branchreplay.hf.case import batch_sizes, read_batch
+from branchreplay.hf.case import batch_sizes, read_batch, response_tokens
 from branchreplay.hf.config import read_config
 from branchreplay.hf.reading import load
 from branchreplay.hf.writing import save, to_hf_tensors, write_gradients
 
-__all__ = ['batch_sizes', 'load', 'read_batch', 'read_config', 'save', 'to_hf_tensors', 'write_gradients']
+__all__ = ['batch_sizes', 'load', 'read_batch', 'read_config', 'response_tokens', 'save', 'to_hf_tensors', 'write_gradients']

@@ -20,11 +20,21 @@ def read_batch(folder, model: ModelConfig, replay: ReplayConfig, dtype=np.float3
   batch = _arrays(file)
   _check(file, batch)
   masks = batch['response_mask']
-  lengths = [int(np.flatnonzero(row)[-1]) + 1 if row.any() else 0 for row in masks]
+  lengths = _lengths(masks)
   rows = lambda key: [row[:n] for row, n in zip(batch[key], lengths)]
   return make_group(model, replay, batch['prompt'], rows('responses'), masks=rows('response_mask'),
                     advantages=batch['advantages'], old_logprobs=rows('old_logprobs'),
                     ref_logprobs=rows('ref_logprobs'), dtype=dtype)
+
+
+def _lengths(masks) -> list[int]:
+  """Tokens of each response, up to the last 1 of its mask."""
+  return [int(np.flatnonzero(row)[-1]) + 1 if row.any() else 0 for row in masks]
+
+
+def response_tokens(folder) -> int:
+  """Tokens of all responses in `folder`/batch.npz together."""
+  return sum(_lengths(_arrays(Path(folder) / 'batch.npz')['response_mask']))
 
 
 def batch_sizes(folder) -> dict:

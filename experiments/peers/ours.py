@@ -22,18 +22,19 @@ class Dials:
   devices: int = 2  # virtual devices that share the cores
   segment_len: int = 1024  # positions of a prefix segment
   replay_batch: int = 16  # branches replayed at once, at most
-  branch_segment_len: int = 0  # response tokens of each of them replayed at once; 0: three quarters of the longest, all where layers are recurrent
+  branch_segment_len: int = 0  # response tokens of each of them replayed at once; 0: their mean rounded up to eights, the longest where layers are recurrent
   keep: str = 'layers'  # state | attention | layers | auto: what the way back need not compute again
   row_block: int = 256  # query rows per block of the attention loops
   key_block: int = 128  # keys per block of the attention loops
 
 
-def sizes_of(dials: Dials, model: ModelConfig, prefix_len: int, branches: int, branch_len: int) -> ReplayConfig:
+def sizes_of(dials: Dials, model: ModelConfig, tokens: int, prefix_len: int, branches: int, branch_len: int) -> ReplayConfig:
+  """`tokens` of all responses together."""
   up = lambda n: -(-n // dials.devices) * dials.devices
   batch = min(dials.replay_batch, branches)
-  once = dials.branch_segment_len or (branch_len if model.deltanet_per_repeat else -(-3 * branch_len // 4))
+  once = dials.branch_segment_len or (branch_len if model.deltanet_per_repeat else -(-tokens // (8 * branches)) * 8)
   return ReplayConfig(
-      segment_len=min(dials.segment_len, up(max(prefix_len - 1, 1))), branch_segment_len=up(min(once, branch_len)),
+      segment_len=min(dials.segment_len, up(max(prefix_len - 1, 1))), branch_segment_len=up(once),
       prefix_capacity=max(prefix_len - 1, 1), branch_capacity=branch_len, mode=dials.mode, keep=dials.keep,
       replay_batch=batch, row_block=dials.row_block, key_block=dials.key_block)
 
@@ -44,7 +45,7 @@ def prepare(case):
     dials = dataclasses.replace(dials, devices=min(dials.devices, hf.batch_sizes(case)['branches']))
   jax.config.update('jax_num_cpu_devices', dials.devices)
   model, mesh_ = hf.read_config(f'{case}/model'), mesh.make_mesh(1, dials.devices)
-  replay = sizes_of(dials, model, **hf.batch_sizes(case))
+  replay = sizes_of(dials, model, hf.response_tokens(case), **hf.batch_sizes(case))
   check_replay(replay, dials.devices, hf.batch_sizes(case)['branches'])
   replay = common.fit_keep(model, replay, dials.devices, 'float32')
   group = batches.stack([hf.read_batch(case, model, replay, np.float32)])
