@@ -10,10 +10,10 @@ from jax import lax
 import jax.numpy as jnp
 
 from branchreplay import attention, kernels, mesh, rope
-from branchreplay.config import ModelConfig
+from branchreplay.config import ModelConfig, ReplayConfig
 from branchreplay.state import FAR, Slots
 
-OWN_BLOCK = 64  # a node's own keys are blocked by its segments' slots, or so many, so that few blocks hold two branches
+OWN_BLOCK = 64  # own_block at least
 
 
 @struct.dataclass
@@ -64,6 +64,12 @@ def view_of(model: ModelConfig, cache: Slots, own: Slots | None, segment: Segmen
               batch > 1 or segment.packed is not None)
 
 
+def own_block(replay: ReplayConfig, view: View) -> int:
+  """Keys in a block of a node's own, at most: few, so that few blocks hold two branches."""
+  limit = replay.key_block // 2 if view.segment.packed else view.position.size  # a segment's slots
+  return min(replay.key_block, max(limit, OWN_BLOCK))
+
+
 def attention_problem(model, replay, view: View, k, v, layer, kind, chunk):
   """The rows of a layer of `kind`, and the keys they see: the cache, and own keys k, v [K, S, h] if there; `chunk` of a kernel's keys."""
   rows = attention.Rows(view.rows, view.sight, view.branch, model.window if kind == 'window' else None,
@@ -78,7 +84,7 @@ def attention_problem(model, replay, view: View, k, v, layer, kind, chunk):
   ranges = [keys(cache.k, cache.v, cache.position, None, layer, replay.key_block, jnp.int32(0) if replay.offload else layer)]
   if own is not None:
     ranges.append(keys(k[None], v[None], own.position, own.branch if view.several else None, jnp.int32(0),
-                       min(replay.key_block, OWN_BLOCK if view.segment.packed else max(view.position.size, OWN_BLOCK)), jnp.int32(0)))
+                       own_block(replay, view), jnp.int32(0)))
   return rows, tuple(ranges)
 
 
