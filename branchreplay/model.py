@@ -139,7 +139,7 @@ def product_channels(model: ModelConfig) -> int:
 
 @jax.custom_vjp
 def _scaled(y, weight):
-  """y [..., D] times weight [D], whose cotangent is summed over rows by a matrix product: a CPU's compiler takes ten times as long over the sum."""
+  """y [..., D] times weight [D], whose cotangent is summed over rows by a matrix product, as a CPU's compiler is slow to sum rows."""
   return y * weight
 
 

@@ -13,7 +13,7 @@ from branchreplay import attention, kernels, mesh, rope
 from branchreplay.config import ModelConfig, ReplayConfig
 from branchreplay.state import FAR, Slots
 
-OWN_BLOCK = 64  # own_block at least
+OWN_BLOCK = 64  # the least of own_block
 
 
 @struct.dataclass

@@ -32,7 +32,7 @@ PARTS = {  # part: (minutes, the command after `bash launch.sh`)
     'compare_8192': (15, ['compare', '--rounds=2']),  # these install what is compared with, 1.6 GB and more
     'compare_2048': (8, ['compare', '--prefix_len=2048', '--branches=4,16']),
     'compare_tunix': (6, ['compare', '--prefix_len=2048', '--branches=4,16', '--peers=tunix', '--rounds=1']),
-    'compare_tunix_512': (3, ['compare', '--prefix_len=512', '--branches=16', '--peers=tunix']),
+    'compare_tunix_512': (3, ['compare', '--prefix_len=512', '--branches=16', '--peers=tunix', '--rounds=9']),
     'compare_512': (3, ['compare', '--prefix_len=512', '--branches=16']),
     'compare_trl': (4, ['compare', '--prefix_len=2048', '--branches=8', '--peers=hf,trl,prefix_grouper']),
     'compare_hybrid': (4, ['compare', '--model=bench-hybrid', '--prefix_len=2048', '--branches=8', '--peers=hf,trl']),
