@@ -32,21 +32,21 @@ class MicroBatch:
   segments: int = struct.field(pytree_node=False)  # at most
 
 
-def segments_of(model: ModelConfig, replay: ReplayConfig) -> tuple[bool, int]:
-  """Whether branches are packed, and the most segments of a micro-batch.
+def are_packed(model: ModelConfig, replay: ReplayConfig) -> bool:
+  """Whether branches lie in one row: where nothing runs along it, no recurrent state, no block that a segment would cut."""
+  return model.deltanet_per_repeat == 0 and replay.block_len == 1
 
-  Packed where nothing runs along a row: no recurrent state, no block that a segment would cut.
-  """
-  packed = model.deltanet_per_repeat == 0 and replay.block_len == 1
-  return packed, -(-replay.branch_segments // replay.replay_batch) if packed else replay.branch_segments
+
+def most_segments(model: ModelConfig, replay: ReplayConfig) -> int:
+  """Segments of a micro-batch, at most."""
+  return -(-replay.branch_segments // replay.replay_batch) if are_packed(model, replay) else replay.branch_segments
 
 
 def micro_batches(model: ModelConfig, replay: ReplayConfig, length):
   """How many micro-batches branches of `length` i32 [G] are, and where packed the one of each, i32 [G]: in order, each as full as it gets."""
-  packed, segments = segments_of(model, replay)
-  if not packed:
+  if not are_packed(model, replay):
     return -(-length.size // replay.replay_batch), None
-  room = segments * replay.replay_batch * replay.branch_segment_len
+  room = most_segments(model, replay) * replay.replay_batch * replay.branch_segment_len
   if length.size * replay.branch_segments * replay.branch_segment_len <= room:  # all fit, however long they are
     return 1, jnp.zeros_like(length)
 
@@ -62,9 +62,8 @@ def micro_batches(model: ModelConfig, replay: ReplayConfig, length):
 
 def micro_batch(model: ModelConfig, replay: ReplayConfig, group, index, i) -> MicroBatch:
   """Micro-batch i: branches whose `index` it is, or where that is None the i-th replay_batch of them, to which the group is padded."""
-  packed, segments = segments_of(model, replay)
-  batch, width = replay.replay_batch, replay.branch_segment_len
-  if packed:
+  batch, width, segments = replay.replay_batch, replay.branch_segment_len, most_segments(model, replay)
+  if are_packed(model, replay):
     return MicroBatch(group.inputs, group.targets, jnp.where(index == i, group.length, 0), jnp.int32(0), group.prefix_length,
                       1, width * batch, segments)
   take = lambda x: lax.dynamic_slice_in_dim(x, i * batch, batch, 0)

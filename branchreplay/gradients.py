@@ -81,7 +81,7 @@ def _grid(model, replay, group):
   """No more branches at once than there are, and the group's tokens padded to whole micro-batches of a row each."""
   count = group.inputs.shape[0]
   replay = dataclasses.replace(replay, replay_batch=min(replay.replay_batch, count))
-  rows = count if branches.segments_of(model, replay)[0] else -(-count // replay.replay_batch) * replay.replay_batch
+  rows = count if branches.are_packed(model, replay) else -(-count // replay.replay_batch) * replay.replay_batch
   return replay, group.replace(
       **{name: _padded(getattr(group, name), rows) for name in ('inputs', 'targets', 'length')})
 

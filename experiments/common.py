@@ -29,7 +29,7 @@ import jaxlib
 import numpy as np
 
 from branchreplay import config, prefix, processes
-from branchreplay.branches import segments_of
+from branchreplay.branches import most_segments
 from branchreplay.config import UserError
 from branchreplay.metrics import strict_json
 from experiments import launcher
@@ -241,7 +241,7 @@ def fit_keep(model, replay, seq: int, dtype, captures: int = 1):
   if replay.keep != 'auto':
     return replay
   room, sizes = device_bytes() // 8, prefix.kept_bytes(model, replay, seq, dtype)
-  tokens = replay.replay_batch * segments_of(model, replay)[1] * replay.branch_segment_len // seq
+  tokens = replay.replay_batch * most_segments(model, replay) * replay.branch_segment_len // seq
   of_branches = lambda keep: tokens * prefix.kept_of_position(model, dtype)['products'] if keep == 'layers' else 0
   fitting = sum(captures * sizes[keep] + of_branches(keep) <= room for keep in config.KEEPS)  # they grow
   return dataclasses.replace(replay, keep=config.KEEPS[processes.from_all(fitting).min() - 1])

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh
 import numpy as np
 
 from branchreplay import config, mesh, model, objectives, prefix, stream
-from branchreplay.branches import segments_of
+from branchreplay.branches import most_segments
 from branchreplay.config import ModelConfig, ObjectiveConfig, ReplayConfig, UserError
 from branchreplay.gradients import kept_of_branches
 from branchreplay.lora import trainable
@@ -114,7 +114,7 @@ def working_bytes(shape: ModelConfig, replay: ReplayConfig, devices: int, dtype:
   logits = min(replay.vocab_rows, replay.branch_segment_len * replay.replay_batch) * m.vocab_size * f32
   branch = replay.branch_segment_len * replay.replay_batch
   one_layer = 2 * replay.prefix_segments * replay.segment_len // devices * m.kv_heads * m.head_dim * f32 if replay.offload else 0
-  stored = branch // devices * (segments_of(m, replay)[1] - 1) * kept['products'] if replay.keep == 'layers' else 0
+  stored = branch // devices * (most_segments(m, replay) - 1) * kept['products'] if replay.keep == 'layers' else 0
   return {'capture': weights + step(replay.segment_len, False) + own(replay.segment_len),
           'replay': 2 * weights + step(branch, True, keep) + 2 * own(branch) + stored + 2 * logits // (devices if replay.shard_params else 1) + one_layer,
           'pull': 2 * weights + step(replay.segment_len, True) + one_layer}

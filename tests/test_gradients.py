@@ -155,14 +155,14 @@ def test_branches_of_attention_layers_are_packed():
     assert (count, branches.segment_count(branches.micro_batch(shape, six, one, index, 0))) == (1, segments)
 
 
-@pytest.mark.parametrize('batch, lengths, want', [
-    (1, [9, 12, 4, 0, 24, 1, 1], [0, 0, 1, 1, 2, 3, 3]),  # 3 segments of 8 hold the longest branch there may be, of 24
-    (2, [9, 12, 4, 0, 24, 1, 1], [0, 0, 0, 0, 1, 1, 1]),  # 2 of 16, as they do
-    (3, [24, 1, 23], [0, 1, 1]),  # 1 of 24
-    (9, [24] * 3, [0, 0, 0])])
-def test_packed_micro_batches_hold_whole_branches(batch, lengths, want):
-  replay, most = dataclasses.replace(REPLAY, replay_batch=batch), {1: 3, 2: 2}.get(batch, 1)
-  assert branches.segments_of(PACKED, replay) == (True, most)
+@pytest.mark.parametrize('batch, most, lengths, want', [
+    (1, 3, [9, 12, 4, 0, 24, 1, 1], [0, 0, 1, 1, 2, 3, 3]),  # 3 segments of 8 hold the longest branch there may be, of 24
+    (2, 2, [9, 12, 4, 0, 24, 1, 1], [0, 0, 0, 0, 1, 1, 1]),  # 2 of 16, as they do
+    (3, 1, [24, 1, 23], [0, 1, 1]),  # 1 of 24
+    (9, 1, [24] * 3, [0, 0, 0])])
+def test_packed_micro_batches_hold_whole_branches(batch, most, lengths, want):
+  replay = dataclasses.replace(REPLAY, replay_batch=batch)
+  assert branches.are_packed(PACKED, replay) and branches.most_segments(PACKED, replay) == most
   count, index = branches.micro_batches(PACKED, replay, jnp.array(lengths, jnp.int32))
   assert int(count) == want[-1] + 1 and index.tolist() == want
 

@@ -16,9 +16,7 @@ def read_batch(folder, model: ModelConfig, replay: ReplayConfig, dtype=np.float3
   prompt [P], responses [G, R], response_mask [G, R] of 0 and 1, advantages [G],
   old_logprobs and ref_logprobs [G, R]. UserError names what is missing or wrong.
   """
-  file = Path(folder) / 'batch.npz'
-  batch = _arrays(file)
-  _check(file, batch)
+  batch = _batch(folder)
   masks = batch['response_mask']
   lengths = _lengths(masks)
   rows = lambda key: [row[:n] for row, n in zip(batch[key], lengths)]
@@ -33,16 +31,23 @@ def _lengths(masks) -> list[int]:
 
 
 def response_tokens(folder) -> int:
-  """Tokens of all responses in `folder`/batch.npz together."""
-  return sum(_lengths(_arrays(Path(folder) / 'batch.npz')['response_mask']))
+  """Tokens of all responses in `folder`/batch.npz together; errors as `read_batch`."""
+  return sum(_lengths(_batch(folder)['response_mask']))
 
 
 def batch_sizes(folder) -> dict:
-  """prefix_len, branches and branch_len of the group in `folder`/batch.npz."""
-  batch = _arrays(Path(folder) / 'batch.npz')
-  _check(Path(folder) / 'batch.npz', batch)
+  """prefix_len, branches and branch_len of the group in `folder`/batch.npz; errors as `read_batch`."""
+  batch = _batch(folder)
   branches, branch_len = batch['responses'].shape
   return {'prefix_len': batch['prompt'].size, 'branches': branches, 'branch_len': branch_len}
+
+
+def _batch(folder) -> dict:
+  """The checked arrays of `folder`/batch.npz."""
+  file = Path(folder) / 'batch.npz'
+  batch = _arrays(file)
+  _check(file, batch)
+  return batch
 
 
 def _arrays(file: Path) -> dict:

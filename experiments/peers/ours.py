@@ -32,7 +32,7 @@ def sizes_of(dials: Dials, model: ModelConfig, tokens: int, prefix_len: int, bra
   """`tokens` of all responses together."""
   up = lambda n: -(-n // dials.devices) * dials.devices
   batch = min(dials.replay_batch, branches)
-  once = dials.branch_segment_len or (branch_len if model.deltanet_per_repeat else -(-tokens // (8 * branches)) * 8)
+  once = dials.branch_segment_len or (branch_len if model.deltanet_per_repeat else -(-max(tokens, 1) // (8 * branches)) * 8)
   return ReplayConfig(
       segment_len=min(dials.segment_len, up(max(prefix_len - 1, 1))), branch_segment_len=up(once),
       prefix_capacity=max(prefix_len - 1, 1), branch_capacity=branch_len, mode=dials.mode, keep=dials.keep,
