@@ -89,10 +89,10 @@ def check_train(train: TrainConfig, data: int) -> None:
     value = getattr(train, field.name)
     _require(not isinstance(value, float) or math.isfinite(value), f'{field.name}={value}; it must be finite.')
   for name in ('prompt_len', 'prompts', 'branches', 'inner_epochs', 'refresh_every', 'groups_at_once', 'max_new_tokens',
-               'eval_every', 'eval_prompts', 'eval_samples', 'checkpoint_every', 'warmup_len', 'warmup_prompts'):
+               'eval_every', 'eval_prompts', 'checkpoint_every', 'warmup_len', 'warmup_prompts'):
     _require(getattr(train, name) >= 1, f'{name}={getattr(train, name)}; it must be at least 1.')
   for name in ('steps', 'learning_rate', 'ramp_steps', 'decay_start', 'decay_steps', 'weight_decay', 'temperature',
-               'seed', 'samples', 'stream', 'save_steps', 'drift_bound', 'spike_factor', 'max_policy_kl', 'resample', 'overlong_buffer', 'warmup_updates',
+               'seed', 'samples', 'eval_samples', 'stream', 'save_steps', 'drift_bound', 'spike_factor', 'max_policy_kl', 'resample', 'overlong_buffer', 'warmup_updates',
                'warmup_long_updates', 'warmup_learning_rate'):
     _require(getattr(train, name) >= 0, f'{name}={getattr(train, name)}; it must not be negative.')
   _require(not train.offline or (train.data_file and train.eval_file),

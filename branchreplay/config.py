@@ -197,7 +197,7 @@ class TrainConfig:
   warmup_reward: float = 0.6  # sampled reward at prompt_len that ends the warm-up
   eval_every: int = 50  # updates between evaluations on held-out prompts
   eval_prompts: int = 64  # held-out prompts of an evaluation
-  eval_samples: int = 4  # responses sampled for each of them
+  eval_samples: int = 0  # responses sampled for each of them; 0: as many as in training
   checkpoint_every: int = 50  # updates between checkpoints
 
 

@@ -5,8 +5,8 @@
 
 Each system runs in a process of its own (experiments/peers/) on the same cores; rounds are
 interleaved, medians reported, compilation and a first update excluded. Memory is what the process
-holds at the peak of an update, and how much that is above what it holds before. rel_l2 is the
-distance of a peer's gradient from ours. The peers' packages are installed at first use, into
+holds at the peak of one more update, and how much that is above what it holds before, what earlier ones
+freed handed back. rel_l2 is the distance of a peer's gradient from ours. The peers' packages are installed at first use, into
 .venv-torch and .venv-tunix (1.6 GB each); --torch_venv, --tunix_venv name environments that have them.
 
 Without --case a case is made of a preset of random weights: a Hugging Face folder and a batch of
@@ -146,13 +146,13 @@ def measure(case: str, settings: Compare, dials: Dials, pythons: dict):
       for peer in peers:
         seen[peer.name].append(peer.ask('update'))
         common.log(f'round {round_ + 1}/{settings.rounds}: {peer.name} {seen[peer.name][-1]["seconds"]:.2f} s')
-    gradients = {}
+    memory, gradients = {peer.name: peer.ask('memory') for peer in peers}, {}
     for peer in peers:
       peer.ask(f'gradient {scratch}/{peer.name}')
       gradients[peer.name] = load_file(f'{scratch}/{peer.name}')
     middle = {name: {key: float(np.median([s[key] for s in rows])) for key in rows[0]} for name, rows in seen.items()}
     for peer in peers:
-      row = middle[peer.name]
+      row = middle[peer.name] | memory[peer.name]
       yield {'peer': peer.name, **row, 'update_mib': row['peak_mib'] - row['before_mib'],
              'all_s': [s['seconds'] for s in seen[peer.name]], 'over_ours': row['seconds'] / middle['ours']['seconds'],
              'rel_l2': distance(gradients[peer.name], gradients['ours']), **peer.about}

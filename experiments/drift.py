@@ -13,7 +13,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from experiments import common, rollouts, study, train, training
+from experiments import common, rollouts, sampling, study, train, training
 from experiments.refresh import drift
 
 
@@ -44,7 +44,7 @@ def main(flags):
   ages = common.whole_numbers('updates', settings.updates, 1)
   run = training.make_run(flags)
   optimizer = training.training_optimizer(run)
-  params = study.warm_start(run, run.replay.prefix_capacity)
+  params = study.warm_start(run, sampling.held_out_sampler(run, run.replay.prefix_capacity))
   learner, functions = study.start_learner(run, optimizer, params), rollouts.make_functions(run, optimizer)
   capture, score = rollouts.capture_and_score(run, functions)
   source = common.provenance() | {'task': run.train.task, 'prompt_len': run.train.prompt_len, 'seed': run.train.seed,

@@ -15,7 +15,7 @@ import numpy as np
 from branchreplay import batch, gradients, objectives, tasks
 from branchreplay.advantages import group_advantages
 from branchreplay.checks import check_mode
-from experiments import common, rollouts, study, train, training
+from experiments import common, rollouts, sampling, study, train, training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,15 +78,15 @@ def compare(model, got, exact) -> dict:
 def stages(run, names):
   """(stage, parameters on the mesh), in the order of training."""
   optimizer = training.training_optimizer(run)
-  learner = training.make_learner(run, optimizer)
+  learner, sampler = training.make_learner(run, optimizer), sampling.held_out_sampler(run, run.replay.prefix_capacity)
   if 'random' in names:
     yield 'random', learner.params
   if 'warm' in names or 'trained' in names:
-    learner = study.start_learner(run, optimizer, study.warm_start(run, run.replay.prefix_capacity))
+    learner = study.start_learner(run, optimizer, study.warm_start(run, sampler))
   if 'warm' in names:
     yield 'warm', learner.params
   if 'trained' in names:
-    functions = rollouts.make_functions(run, optimizer)
+    functions = rollouts.make_functions(run, optimizer, sampler)
     for step in range(run.train.steps):
       learner, row = train.train_step(run, functions, learner, step)
       if step % 10 == 0:

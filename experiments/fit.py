@@ -126,7 +126,8 @@ def compiled_apart(phase: str) -> dict:
   """`compile_phase` in a process of its own, of the flags of this one."""
   done = subprocess.run([sys.executable, '-m', 'experiments.fit', *sys.argv[1:], '--here', f'--phases={phase}'],
                         stdout=subprocess.PIPE, text=True,
-                        env=os.environ | {'ALLOW_MULTIPLE_LIBTPU_LOAD': '1'})  # it opens no chip, so it may run beside others
+                        env=os.environ | {'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',  # it opens no chip, so it may run beside others
+                                          'JAX_USE_SHARDY_PARTITIONER': '1'})  # as where the chips are, see launch.sh
   if done.returncode == 2:
     raise SystemExit(2)  # said already
   if done.returncode:

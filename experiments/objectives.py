@@ -22,7 +22,7 @@ def define(flags):
   training.define(flags)
   common.define_flags(flags, Study())
   for name, value in (('task', 'recall'), ('prompt_len', 256), ('segment_len', 256), ('steps', 120),
-                      ('eval_every', 20), ('learning_rate', 1e-3), ('warmup_reward', 0.42), ('resample', 0),
+                      ('eval_every', 20), ('eval_samples', 4), ('learning_rate', 1e-3), ('warmup_reward', 0.42), ('resample', 0),
                       ('out', 'runs/objectives.jsonl')):
     flags.set_default(name, value)
 

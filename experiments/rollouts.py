@@ -17,7 +17,7 @@ from experiments.training import Learner, Run
 
 
 class Functions(NamedTuple):
-  rollout: Any
+  sampler: sampling.Sampler
   update: Any
   compiled: dict  # gradient and score functions, made at first use
 
@@ -53,15 +53,16 @@ def samples_first(train) -> bool:
   return bool(train.resample or train.stream) or train.objective == 'ppo' or train.refresh_every > 1
 
 
-def make_functions(run: Run, optimizer) -> Functions:
+def make_functions(run: Run, optimizer, shared: sampling.Sampler | None = None) -> Functions:
   """The jitted functions of a run.
 
-  Rollouts keep their captures for the update, unless that begins when all is sampled.
+  Rollouts keep their captures for the update, unless that begins when all is sampled; then `shared`, the
+  evaluations' sampler, is training's too if it samples as many, and one program less is compiled.
   """
-  keep = not (run.train.full_sequence or samples_first(run.train))
-  rollout = sample.rollout_function(run.mesh, run.model, run.replay, run.train.samples or run.train.branches,
-                                    run.train.max_new_tokens, keep)
-  return Functions(rollout, training.update_function(optimizer), {})
+  keep, samples = not (run.train.full_sequence or samples_first(run.train)), sampling.training_samples(run.train)
+  if keep or shared is None or shared.samples != samples:
+    shared = sampling.make_sampler(run, run.replay.prefix_capacity, samples, keep)
+  return Functions(shared, training.update_function(optimizer), {})
 
 
 def batch_function(run: Run, functions: Functions, kind: str, groups):
@@ -96,8 +97,7 @@ class Responses(NamedTuple):
 
 def sampled(run: Run, functions: Functions, learner: Learner, examples, key) -> Responses:
   """Responses decoded from the policy, rewarded by the source."""
-  rollout, captured = functions.rollout(learner.params, sampling.stack_prompts(run.replay, [e.prompt for e in examples]),
-                                        jax.random.split(key, len(examples)), sampling.sampling_of(run))
+  rollout, captured = sampling.call(run, functions.sampler, learner.params, examples, key)
   rollout = processes.fetch(rollout)
   rows = lambda x: [[row[:n] for row, n in zip(*group)] for group in zip(x, rollout.length)]
   return Responses(rows(rollout.tokens), rows(rollout.logprobs), sampling.rewards_of(run.source, examples, rollout), captured)

@@ -18,7 +18,7 @@ import numpy as np
 
 from branchreplay import checkpoint, metrics, tasks
 from branchreplay.config import UserError
-from experiments import common, sampling, sources, train, training, warmup
+from experiments import common, rollouts, sampling, sources, train, training, warmup
 
 COMPILED = '/jax/core/compile/backend_compile_duration'
 
@@ -92,7 +92,8 @@ def main(flags):
     raise UserError('give --every and --lengths of at least 1, and --steps of at least twice --every.')
   run = run._replace(source=ragged(run.train, settings.lengths))
   rows, optimizer = [], training.training_optimizer(run)
-  evaluate = sampling.evaluator(run, run.replay.prefix_capacity)
+  sampler = sampling.held_out_sampler(run, run.replay.prefix_capacity)
+  evaluate, functions = sampling.evaluator(run, sampler), rollouts.make_functions(run, optimizer, sampler)
   with tempfile.TemporaryDirectory() as folder:
     workdir = checkpoint.claim_workdir(folder, training.resolved(run))
     with (checkpoint.open_checkpoints(workdir) as manager, metrics.JsonlWriter(workdir / 'metrics.jsonl') as writer,
@@ -100,7 +101,7 @@ def main(flags):
       learner = training.make_learner(run, optimizer)
       params = warmup.warm_up(run, evaluate, writer)
       learner = training.on_mesh(run, learner._replace(params=params, opt_state=jax.jit(optimizer.init)(params)))
-      learner = train.reinforce(run, learner, optimizer, 0, watched(writer, settings.every, rows), manager, evaluate, stop)
+      learner = train.reinforce(run, functions, learner, 0, watched(writer, settings.every, rows), manager, evaluate, stop)
   same = common.provenance() | {'seed': run.train.seed, 'task': run.train.task, 'prompt_len': run.train.prompt_len}
   closing = same | {'steps': run.train.steps, 'lengths': settings.lengths,
                     'held_out_reward': evaluate(learner.params, run.train.prompt_len)} | compare(rows)

@@ -31,11 +31,11 @@ def configure(flags, **values):
   return training.make_run(flags)
 
 
-def warm_start(run, capacity: int, rollout=None):
+def warm_start(run, sampler: sampling.Sampler):
   """Parameters after the supervised warm-up of a run, on the host; see `sampling.evaluator`."""
   with tempfile.TemporaryDirectory() as folder:
     with metrics.JsonlWriter(Path(folder) / 'metrics.jsonl') as writer:
-      return jax.device_get(warmup.warm_up(run, sampling.evaluator(run, capacity, rollout), writer))
+      return jax.device_get(warmup.warm_up(run, sampling.evaluator(run, sampler), writer))
 
 
 def start_learner(run, optimizer, params) -> training.Learner:
@@ -87,18 +87,18 @@ def curves(flags, arms: dict[str, dict], by: str, seeds: list[int], times=()) ->
   rows = plots.read_rows(out) if os.path.exists(out) else []
   done = {(r['task'], r[by], r['seed']) for r in rows if r['step'] == steps and r.get('last')}
   capacity = max((1, *times)) * run.replay.prefix_capacity
-  functions, rollout = {}, sampling.held_out_rollout(run, capacity)
+  functions, sampler = {}, sampling.held_out_sampler(run, capacity)
   for seed in seeds:
     todo = [name for name in arms if (run.train.task, name, seed) not in done]
     first = configure(flags, seed=seed, **next(iter(arms.values())))
-    params = warm_start(first, capacity, rollout) if todo else None
+    params = warm_start(first, sampler) if todo else None
     for name in todo:
       this = configure(flags, seed=seed, **arms[name])
       if name not in functions:  # what they compile depends on no seed
         functions[name] = rollouts.make_functions(this, training.training_optimizer(this))
       common.log(f'{by} {name}, seed {seed}:')
       found = []
-      learn(this, functions[name], sampling.held_out_sampler(this, capacity, rollout), params, found.append, times)
+      learn(this, functions[name], sampling.held_out(this, sampler), params, found.append, times)
       same = common.provenance() | {'task': this.train.task, 'prompt_len': this.train.prompt_len, by: name, 'seed': seed}
       for row in found:
         common.append_row(out, same | row | {'last': row is found[-1]})

@@ -140,10 +140,9 @@ def positions(train, batches: list[rollouts.Batch], passes: int) -> dict:
   return {'positions': prefix + tokens, 'positions_full_sequences': prefix * train.branches + tokens}
 
 
-def reinforce(run: Run, learner: Learner, optimizer, start: int, writer, manager, evaluate, stop):
+def reinforce(run: Run, functions: rollouts.Functions, learner: Learner, start: int, writer, manager, evaluate, stop):
   """All updates from `start` on; returns the learner. Raises Stopped, with all saved, once `stop.asked`."""
   train = run.train
-  functions = rollouts.make_functions(run, optimizer)
   with training.show_progress(train.steps, start) as progress:
     for step in range(start, train.steps):
       before = learner
@@ -172,7 +171,8 @@ def main(flags):
   run = training.make_run(flags)
   train = run.train
   optimizer = training.training_optimizer(run)
-  evaluate = sampling.evaluator(run, (1 if train.data_file else 4) * run.replay.prefix_capacity)
+  sampler = sampling.held_out_sampler(run, (1 if train.data_file else 4) * run.replay.prefix_capacity)
+  evaluate, functions = sampling.evaluator(run, sampler), rollouts.make_functions(run, optimizer, sampler)
   started = time.monotonic()
   with training.opened(run, optimizer, MAY_CHANGE) as held:
     start, learner = held.start, held.learner
@@ -188,7 +188,7 @@ def main(flags):
           params=params, opt_state=jax.jit(optimizer.init)(params), reference=reference))
       training.save(run, held.manager, 0, learner)
     held.stop.save_first()
-    learner = reinforce(run, learner, optimizer, start, held.writer, held.manager, evaluate, held.stop)
+    learner = reinforce(run, functions, learner, start, held.writer, held.manager, evaluate, held.stop)
     finish(run, held.workdir, learner, evaluate, time.monotonic() - started)
 
 

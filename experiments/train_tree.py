@@ -218,7 +218,8 @@ def main(flags):
     learner = held.learner
     if held.start is None:
       if not (train.data_file or train.init):  # single questions first, as the quickstart does
-        params = warmup.warm_up(run, sampling.evaluator(run, run.replay.prefix_capacity), held.writer)
+        sampler = sampling.held_out_sampler(run, run.replay.prefix_capacity)
+        params = warmup.warm_up(run, sampling.evaluator(run, sampler), held.writer)
         learner = training.on_mesh(run, learner._replace(params=params, opt_state=jax.jit(optimizer.init)(params)))
       held.writer.write({'stage': 'eval', 'step': 0} | held_out(learner))
     step_of = lambda learner, step: train_step(run, settings, functions, task, learner, step)

@@ -165,13 +165,14 @@ def test_a_gpu_is_seen_and_gets_its_requirements_and_defaults(repo, tmp_path):
 
 
 def test_a_tpu_and_a_cpu_get_their_own_defaults(repo):
-  show = {'SHOW': 'XLA_FLAGS NCCL_PROTO LIBTPU_INIT_ARGS', 'XLA_FLAGS': ''}
+  show = {'SHOW': 'XLA_FLAGS JAX_USE_SHARDY_PARTITIONER NCCL_PROTO LIBTPU_INIT_ARGS', 'XLA_FLAGS': '', 'JAX_USE_SHARDY_PARTITIONER': ''}
   _, out, err = launch(repo, ACCELERATOR='tpu', **show)
-  assert 'requirements-tpu.txt' in err[0] and out[2:4] == ['XLA_FLAGS=', 'NCCL_PROTO=']
-  assert out[4].startswith('LIBTPU_INIT_ARGS=--xla_tpu_enable_async_collective_fusion=true --xla_tpu') and '\\' not in out[4]
-  assert launch(repo, ACCELERATOR='tpu', **show | {'LIBTPU_INIT_ARGS': '--mine'})[1][4] == 'LIBTPU_INIT_ARGS=--mine'
-  assert launch(repo, **show)[1][2:] == ['XLA_FLAGS=--xla_cpu_prefer_vector_width=512 ', 'NCCL_PROTO=', 'LIBTPU_INIT_ARGS=']
-  mine = {'XLA_FLAGS': '--xla_cpu_prefer_vector_width=256'}
-  assert launch(repo, **show | mine)[1][2] == 'XLA_FLAGS=--xla_cpu_prefer_vector_width=256'
-  assert launch(repo, 'test', **show)[1][-3] == 'XLA_FLAGS='  # tests/conftest.py's own
+  assert 'requirements-tpu.txt' in err[0] and out[2:5] == ['XLA_FLAGS=', 'JAX_USE_SHARDY_PARTITIONER=', 'NCCL_PROTO=']
+  assert out[5].startswith('LIBTPU_INIT_ARGS=--xla_tpu_enable_async_collective_fusion=true --xla_tpu') and '\\' not in out[5]
+  assert launch(repo, ACCELERATOR='tpu', **show | {'LIBTPU_INIT_ARGS': '--mine'})[1][5] == 'LIBTPU_INIT_ARGS=--mine'
+  assert launch(repo, **show)[1][2:] == ['XLA_FLAGS=--xla_cpu_prefer_vector_width=512 ', 'JAX_USE_SHARDY_PARTITIONER=0', 'NCCL_PROTO=',
+                                       'LIBTPU_INIT_ARGS=']
+  mine = {'XLA_FLAGS': '--xla_cpu_prefer_vector_width=256', 'JAX_USE_SHARDY_PARTITIONER': '1'}
+  assert launch(repo, **show | mine)[1][2:4] == ['XLA_FLAGS=--xla_cpu_prefer_vector_width=256', 'JAX_USE_SHARDY_PARTITIONER=1']
+  assert launch(repo, 'test', **show)[1][-4] == 'XLA_FLAGS='  # tests/conftest.py's own
   assert launch(repo, ACCELERATOR='abacus') == (2, [], ['launch.sh: ACCELERATOR=abacus is unknown; use gpu, tpu or none.'])

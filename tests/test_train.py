@@ -13,7 +13,7 @@ import pytest
 
 from branchreplay import batch
 from branchreplay.config import PRESETS, ReplayConfig, TrainConfig
-from experiments import common, rollouts, train, training
+from experiments import common, rollouts, sampling, train, training
 
 TINY = ['--task=recall', '--prompt_len=64', '--prompts=2', '--branches=4', '--data=1', '--seq=2', '--segment_len=32',
         '--warmup_updates=1', '--warmup_long_updates=1', '--warmup_prompts=2', '--eval_prompts=2', '--eval_samples=2',
@@ -49,6 +49,19 @@ def test_mistakes_end_in_one_sentence(tmp_path, capsys, flags, sentence):
   assert 'Traceback' not in error and len(error.strip().splitlines()) == 1
   assert re.search(sentence, error)
   assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.parametrize('flags, programs', [
+    (['--resample=1', '--eval_samples=0'], 1),
+    (['--resample=1', '--eval_samples=2'], 2),
+    (['--resample=0', '--eval_samples=0'], 2),  # training's keeps its captures
+])
+def test_training_and_evaluations_sample_by_one_program(tmp_path, monkeypatch, flags, programs):
+  made, make = [], sampling.make_sampler
+  monkeypatch.setattr(sampling, 'make_sampler', lambda *arguments: made.append(make(*arguments)) or made[-1])
+  run(tmp_path, *TINY, '--steps=2', *flags)
+  assert [sampler.rollout._cache_size() for sampler in made] == [1] * programs
+  assert len(rows(tmp_path, 'rl')) == 2
 
 
 def rows(folder, stage):

@@ -3,7 +3,8 @@
 A peer is a process of its own. It prepares an update and serves it: a line on stdin is a
 command, the answer is one line of JSON on stdout.
 
-    update          runs one update -> seconds and memory
+    update          runs one update -> seconds and loss, as in a loop of them
+    memory          runs one update with freed memory handed back before it -> memory
     gradient FILE   writes the gradient of the last update to a safetensors file, under the checkpoint's names
 
 What all of them compute, with m the mask, T = sum m over the group, A the advantages:
@@ -53,8 +54,16 @@ def _give_back() -> None:
     pass
 
 
-def measured(update) -> dict:
-  """Runs update(): its wall and CPU seconds, and resident MiB before it and at its peak (every 5 ms)."""
+def timed(update) -> dict:
+  """Runs update(): its wall and CPU seconds."""
+  gc.collect()
+  wall, cpu = time.perf_counter(), time.process_time()
+  loss = update()
+  return {'seconds': time.perf_counter() - wall, 'cpu_s': time.process_time() - cpu, 'loss': float(loss)}
+
+
+def weighed(update) -> dict:
+  """Runs update(): resident MiB before it and at its peak (every 5 ms)."""
   _give_back()
   before = peak = resident()
   stop = threading.Event()
@@ -66,13 +75,11 @@ def measured(update) -> dict:
 
   thread = threading.Thread(target=sample, daemon=True)
   thread.start()
-  wall, cpu = time.perf_counter(), time.process_time()
-  loss = update()
-  wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+  update()
   peak = max(peak, resident())
   stop.set()
   thread.join()
-  return {'seconds': wall, 'cpu_s': cpu, 'before_mib': before, 'peak_mib': peak, 'loss': float(loss)}
+  return {'before_mib': before, 'peak_mib': peak}
 
 
 def serve(prepare) -> None:
@@ -86,7 +93,9 @@ def serve(prepare) -> None:
   for line in sys.stdin:
     command, _, argument = line.strip().partition(' ')
     if command == 'update':
-      answer(measured(update))
+      answer(timed(update))
+    elif command == 'memory':
+      answer(weighed(update))
     else:
       write_gradient(argument)
       answer({})
