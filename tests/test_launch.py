@@ -165,14 +165,22 @@ def test_a_gpu_is_seen_and_gets_its_requirements_and_defaults(repo, tmp_path):
 
 
 def test_a_tpu_and_a_cpu_get_their_own_defaults(repo):
-  show = {'SHOW': 'XLA_FLAGS JAX_USE_SHARDY_PARTITIONER NCCL_PROTO LIBTPU_INIT_ARGS', 'XLA_FLAGS': '', 'JAX_USE_SHARDY_PARTITIONER': ''}
-  _, out, err = launch(repo, ACCELERATOR='tpu', **show)
-  assert 'requirements-tpu.txt' in err[0] and out[2:5] == ['XLA_FLAGS=', 'JAX_USE_SHARDY_PARTITIONER=', 'NCCL_PROTO=']
-  assert out[5].startswith('LIBTPU_INIT_ARGS=--xla_tpu_enable_async_collective_fusion=true --xla_tpu') and '\\' not in out[5]
-  assert launch(repo, ACCELERATOR='tpu', **show | {'LIBTPU_INIT_ARGS': '--mine'})[1][5] == 'LIBTPU_INIT_ARGS=--mine'
-  assert launch(repo, **show)[1][2:] == ['XLA_FLAGS=--xla_cpu_prefer_vector_width=512 ', 'JAX_USE_SHARDY_PARTITIONER=0', 'NCCL_PROTO=',
-                                       'LIBTPU_INIT_ARGS=']
-  mine = {'XLA_FLAGS': '--xla_cpu_prefer_vector_width=256', 'JAX_USE_SHARDY_PARTITIONER': '1'}
-  assert launch(repo, **show | mine)[1][2:4] == ['XLA_FLAGS=--xla_cpu_prefer_vector_width=256', 'JAX_USE_SHARDY_PARTITIONER=1']
-  assert launch(repo, 'test', **show)[1][-4] == 'XLA_FLAGS='  # tests/conftest.py's own
+  cpu = {'XLA_FLAGS': '--xla_cpu_prefer_vector_width=512 ', 'JAX_USE_SHARDY_PARTITIONER': '0',
+         'MALLOC_MMAP_THRESHOLD_': '1073741824', 'MALLOC_TRIM_THRESHOLD_': '1073741824'}
+  names = [*cpu, 'NCCL_PROTO', 'LIBTPU_INIT_ARGS']
+
+  def told(*arguments, **env):
+    _, out, _ = launch(repo, *arguments, **dict.fromkeys(names, '') | {'SHOW': ' '.join(names)} | env)
+    return {name: value for name, value in (line.split('=', 1) for line in out if line.split('=')[0] in names) if value}
+
+  assert 'requirements-tpu.txt' in launch(repo, ACCELERATOR='tpu')[2][0]
+  tpu = told(ACCELERATOR='tpu')
+  assert list(tpu) == ['LIBTPU_INIT_ARGS'] and '\\' not in tpu['LIBTPU_INIT_ARGS']
+  assert tpu['LIBTPU_INIT_ARGS'].startswith('--xla_tpu_enable_async_collective_fusion=true --xla_tpu')
+  assert told(ACCELERATOR='tpu', LIBTPU_INIT_ARGS='--mine') == {'LIBTPU_INIT_ARGS': '--mine'}
+  assert told() == cpu
+  mine = {'XLA_FLAGS': '--xla_cpu_prefer_vector_width=256', 'JAX_USE_SHARDY_PARTITIONER': '1',
+          'MALLOC_MMAP_THRESHOLD_': '1', 'MALLOC_TRIM_THRESHOLD_': '2'}
+  assert told(**mine) == mine
+  assert told('test') == {'JAX_USE_SHARDY_PARTITIONER': '0'}  # tests/conftest.py's own
   assert launch(repo, ACCELERATOR='abacus') == (2, [], ['launch.sh: ACCELERATOR=abacus is unknown; use gpu, tpu or none.'])
