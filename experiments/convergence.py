@@ -26,8 +26,8 @@ def define(flags):
   training.define(flags)
   common.define_flags(flags, Study())
   for name, value in (('task', 'recall'), ('prompt_len', 256), ('segment_len', 32), ('steps', 150),
-                      ('eval_every', 25), ('eval_samples', 4), ('eval_prompts', 128), ('learning_rate', 2e-3), ('warmup_reward', 0.42),
-                      ('out', 'runs/convergence.jsonl')):
+                      ('eval_every', 25), ('eval_prompts', 128), ('eval_samples', 4), ('learning_rate', 2e-3),
+                      ('warmup_reward', 0.42), ('out', 'runs/convergence.jsonl')):
     flags.set_default(name, value)
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from branchreplay import batch, gradients, objectives, processes, sample
+from branchreplay import batch, gradients, objectives, processes
 from branchreplay.advantages import (
     branch_advantages, gae, overlong_penalty, penalized_rewards, preference_order, token_rewards, whiten,
     widest_subset)
@@ -97,7 +97,7 @@ class Responses(NamedTuple):
 
 def sampled(run: Run, functions: Functions, learner: Learner, examples, key) -> Responses:
   """Responses decoded from the policy, rewarded by the source."""
-  rollout, captured = sampling.call(run, functions.sampler, learner.params, examples, key)
+  rollout, captured = sampling.respond(run, functions.sampler, learner.params, examples, key)
   rollout = processes.fetch(rollout)
   rows = lambda x: [[row[:n] for row, n in zip(*group)] for group in zip(x, rollout.length)]
   return Responses(rows(rollout.tokens), rows(rollout.logprobs), sampling.rewards_of(run.source, examples, rollout), captured)

@@ -55,8 +55,8 @@ def held_out_sampler(run: Run, capacity: int) -> Sampler:
   return make_sampler(run, capacity, run.train.eval_samples or training_samples(run.train))
 
 
-def call(run: Run, sampler: Sampler, params, examples, key):
-  """(Rollout, captured or None) of the examples' prompts."""
+def respond(run: Run, sampler: Sampler, params, examples, key):
+  """(Rollout, captured or None): responses to the examples' prompts."""
   prompts = stack_prompts(sampler.replay, [e.prompt for e in examples])
   return sampler.rollout(params, prompts, jax.random.split(key, len(examples)), sampling_of(run))
 
@@ -77,7 +77,7 @@ def held_out(run: Run, sampler: Sampler):
     examples, rewards = [source.example('test', i) for i in range(train.eval_prompts)], []
     for first in range(0, train.eval_prompts, count):
       part = examples[first:first + count]
-      out, _ = call(run, sampler, params, part, jax.random.fold_in(key, first))
+      out, _ = respond(run, sampler, params, part, jax.random.fold_in(key, first))
       rewards.append(rewards_of(source, part, out))
     return examples, np.concatenate(rewards)
 
