@@ -20,9 +20,9 @@ from experiments import common
 
 PARITY = ['gradient_parity', '--prefix_len=1000', '--branches=4', '--branch_len=48']
 PARTS = {  # part: (minutes, the command after `bash launch.sh`)
-    'quickstart': (6, ['train']),
+    'quickstart': (4, ['train']),
     'quickstart_first': (1, ['train', '--steps=2', '--warmup_reward=0']),
-    **{f'quickstart_{seed}': (6, ['train', f'--seed={seed}']) for seed in (1, 2)},
+    **{f'quickstart_{seed}': (4, ['train', f'--seed={seed}']) for seed in (1, 2)},
     **{f'parity_{model}_{dtype}': (8, [*PARITY, f'--model={model}', f'--dtype={dtype}', '--devices=1,2,8',
                                        '--mode=exact,detached,depth=2'])
        for dtype in ('float64', 'float32') for model in ('tiny-hybrid', 'tiny-dense', 'tiny-window')},
